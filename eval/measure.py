@@ -119,7 +119,7 @@ class Question:
             task=problem.task,
             form=form,
             key=problem.key,
-            category=str(problem.meta["category"]),
+            category=problem.category,
             prompt=problem.description if form == "twin" else problem.question,
             target=problem.target,
             answer=answer.strip(),

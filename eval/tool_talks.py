@@ -127,7 +127,7 @@ def summary(played: Sequence[Played]) -> dict[str, Any]:
     """{"talks": n, measure: share, "by_kind": {kind: {"talks": n, measure: share}}}."""
     kinds: dict[str, list[Played]] = {}
     for game in played:
-        kinds.setdefault(game.talk.turns[0].task.kind, []).append(game)
+        kinds.setdefault(game.talk.turns[0].kind, []).append(game)
     return {**_shares(played), "by_kind": {kind: _shares(part) for kind, part in sorted(kinds.items())}}
 
 

@@ -47,19 +47,14 @@ class Media:
 
 def messages_of(row: Any, where: str, media: Media) -> list[Message]:
     """The messages of one row; raises BadSample (bad_json, missing_member, empty_text)."""
-    turns = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
-    if not isinstance(turns, list) or not turns:
-        raise BadSample(
-            f'{where}: expected an object with a list "messages" of at least one message', "bad_json"
-        )
     # All turns first: pictures without a place are dealt out over the whole row.
-    read = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns)]
+    read = turns_of(row, where)
     _fill_places(read, row, where)
     messages = []
     try:
         if row.get("tools"):
             messages.append(tools_message(row["tools"]))
-        for number, ((role, parts), turn) in enumerate(zip(read, turns)):
+        for number, (role, parts, turn) in enumerate(read):
             here = f"{where}: message {number}"
             content = tuple(_segment(kind, value, here, media) for kind, value in parts)
             messages.append(_message(role, content, turn, number))
@@ -73,22 +68,28 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
     return messages
 
 
-def _turn(turn: Any, here: str) -> tuple[str, list[Part]]:
-    """Role and content of a turn."""
-    if not isinstance(turn, Mapping):
-        raise BadSample(
-            f"{here}: is {type(turn).__name__}, expected an object with role and content", "bad_json"
-        )
-    # ShareGPT and LLaVA say from and value.
-    name = str(turn.get("role", turn.get("from")))
-    role = ALIASES.get(name, name)
-    if role not in ROLES:
-        raise BadSample(f"{here}: unknown role {name!r}; {did_you_mean(name, ROLES)}", "bad_json")
-    parts = _parts(turn.get("content", turn.get("value")), here)
-    says = parts or turn.get("tool_calls") or turn.get("reasoning_content") is not None
-    if not says and role in ("user", "assistant"):
-        raise BadSample(f"{here}: an empty message of the {role}", "empty_text")
-    return role, parts
+def turns_of(row: Any, where: str) -> list[tuple[str, list[Part], Mapping[str, Any]]]:
+    """Role, content and the whole of every turn; raises BadSample (bad_json, empty_text)."""
+    turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
+    if not isinstance(turns, list):
+        raise BadSample(f'{where}: expected an object with a list "messages"', "bad_json")
+    read = []
+    for number, turn in enumerate(turns):
+        here = f"{where}: message {number}"
+        if not isinstance(turn, Mapping):
+            found = type(turn).__name__
+            raise BadSample(f"{here}: is {found}, expected an object with role and content", "bad_json")
+        # ShareGPT and LLaVA say from and value.
+        name = str(turn.get("role", turn.get("from"))).lower()
+        role = ALIASES.get(name, name)
+        if role not in ROLES:
+            raise BadSample(f"{here}: unknown role {name!r}; {did_you_mean(name, ROLES)}", "bad_json")
+        parts = _parts(turn.get("content", turn.get("value")), here)
+        says = parts or turn.get("tool_calls") or turn.get("reasoning_content") is not None
+        if not says and role in ("user", "assistant"):
+            raise BadSample(f"{here}: an empty message of the {role}", "empty_text")
+        read.append((role, parts, turn))
+    return read
 
 
 def _parts(content: Any, here: str) -> list[Part]:
@@ -121,19 +122,19 @@ def _parts(content: Any, here: str) -> list[Part]:
     return parts
 
 
-def _fill_places(read: Sequence[tuple[str, list[Part]]], row: Mapping[str, Any], where: str) -> None:
+def _fill_places(read: Sequence[tuple], row: Mapping[str, Any], where: str) -> None:
     """Give every place without a name the next of the row's pictures; counts that differ are refused."""
     for kind in ("image", "video"):
         # One picture is often not in a list.
         given = row.get(f"{kind}s", row.get(kind))
         if not isinstance(given, list):
             given = [] if given is None else [given]
-        named = any(part[0] == kind for _, parts in read for part in parts)
+        named = any(part[0] == kind for _, parts, _ in read for part in parts)
         # Nobody said where: before the first question.
         if given and not named:
-            first = next((parts for role, parts in read if role == "user"), read[0][1])
+            first: list[Part] = next((parts for role, parts, _ in read if role == "user"), [])
             first[:0] = [(kind, None)] * len(given)
-        places = [(parts, i) for _, parts in read for i, part in enumerate(parts) if part == (kind, None)]
+        places = [(parts, i) for _, parts, _ in read for i, part in enumerate(parts) if part == (kind, None)]
         if len(places) != len(given):
             raise BadSample(
                 f"{where}: {len(places)} places for {kind}s (<{kind}> or a part without a name) and"

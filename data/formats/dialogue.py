@@ -3,21 +3,16 @@ shapes)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from earlyfusion.data.chat.rows import turns_of
 from earlyfusion.data.formats.group import MEDIA, Entry, Group
-from earlyfusion.data.sample import Image, Segment, Text, VideoFile, answer_text, question_text
+from earlyfusion.data.sample import Segment, Text, answer_text, question_text
 
-_PLACE = re.compile(r"<image>|<video>")
-# LLaVA's names and OpenAI's.
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = {"user": ("\nQ: ", "\nA:"), "assistant": (" ", ""), "system": ("\n", "")}
 """What stands before and behind the words of a role."""
-Part = str | Image | VideoFile | None
-"""Words, a named medium, or the place of the next one in order."""
 
 
 def questions(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
@@ -43,28 +38,22 @@ def questions(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segm
 def conversation(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
     """Turns in order, answers with `text_loss`, the rest with `question_loss`; media stand where the turns
     place them."""
-    turns: list[tuple[str, list[Part]]] = []
-    for turn in group.objects(entry.get("conversations", entry.get("messages")), "turns"):
-        # Either form of a turn, by whichever key is there.
-        given = str(turn.get("from", turn.get("role"))).lower()
-        if given not in _ROLES:
-            raise group.bad(f"a turn of {given!r}; known: {sorted(_ROLES)}")
-        parts = _parts(group, turn.get("value", turn.get("content")), options)
-        if not parts:
-            raise group.bad(f"an empty turn of {given}", "empty_text")
-        turns.append((_ROLES[given], parts))
+    turns = [(role, _stripped(parts)) for role, parts, _ in turns_of(entry, group.where)]
     roles = [role for role, _ in turns]
+    if not _MARKS.keys() >= set(roles):
+        raise group.bad(f"turns of {sorted(set(roles))}; known: {sorted(_MARKS)}")
     if "assistant" not in roles:
         raise group.bad("no turn of the assistant: nothing to learn", "empty_text")
+    if [] in [parts for _, parts in turns]:
+        raise group.bad("an empty turn", "empty_text")
 
     # Every medium has one place; where nobody said which, they stand before the first word.
     members = _members(group, entry)
-    everything = list(chain.from_iterable(parts for _, parts in turns))
-    places = everything.count(None)
-    named = any(isinstance(part, Image | VideoFile) for part in everything)
-    if places == 0 and not named:
+    media = [value for kind, value in chain.from_iterable(parts for _, parts in turns) if kind != "text"]
+    places, named = media.count(None), any(media)
+    if not media:
         first = roles.index("user") if "user" in roles else 0
-        turns[first][1][:0] = [None] * len(members)
+        turns[first][1][:0] = [("image", None)] * len(members)
     elif places > len(members) or (places < len(members) and not named):
         reason = "missing_member" if places > len(members) else "bad_json"
         raise group.bad(f"{places} places for media, and {len(members)} media members", reason)
@@ -72,36 +61,25 @@ def conversation(group: Group, entry: Entry, options: Any, epoch: int) -> list[S
     order = iter(members)
     segments: list[Segment] = []
     for role, parts in turns:
-        placed = [group.media(next(order), options) if part is None else part for part in parts]
+        placed: list[str | Segment] = []
+        for kind, value in parts:
+            if kind != "text":
+                value = group.media(group.named(value) if value else next(order), options)
+            placed.append(value)
         segments += _turn(role, placed, options)
     return segments
 
 
-def _parts(group: Group, content: object, options: Any) -> list[Part]:
-    """A turn's content, a string with places or a list of parts."""
-    if isinstance(content, str):
-        parts: list[Part] = []
-        pieces = _PLACE.split(group.filled(content, "a turn"))
-        for number, piece in enumerate(pieces):
-            if number:
-                parts.append(None)
-            if piece.strip():
-                # Line ends around a place belong to the mark-up; blanks inside a sentence do not.
-                parts.append(piece.strip() if number == len(pieces) - 1 else piece.strip("\n"))
-        return parts
-
-    parts = []
-    for item in group.objects(content, "a turn's content"):
-        kind = item.get("type")
+def _stripped(parts: list[Any]) -> list[Any]:
+    """Without line ends around a place, which belong to the mark-up, and blanks around a turn; the blanks of
+    a sentence stay."""
+    kept = []
+    for number, (kind, value) in enumerate(parts, 1):
         if kind == "text":
-            group.filled(item.get("text"), "a text part")
-            parts.append(item["text"].strip("\n"))
-        elif kind in ("image", "video"):
-            reference = item.get(kind)
-            parts.append(group.media(group.named(reference), options) if reference else None)
-        else:
-            raise group.bad(f"a part of type {kind!r}; known: text, image, video")
-    return parts
+            value = value.strip("\n" if number < len(parts) else None)
+        if kind != "text" or value.strip():
+            kept.append((kind, value))
+    return kept
 
 
 def _members(group: Group, entry: Entry) -> list[str]:

@@ -11,7 +11,7 @@ of its own, as in eval/sandbox/host.py, where the picture is stored under the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from PIL import Image as PILImage
@@ -29,20 +29,11 @@ SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One question with its program, the text of the tool turn, and the answer."""
-
-    task: Task
-    output: str
-    answer: str
-
-
-@dataclass(frozen=True)
 class Talk:
     """A conversation and what it is made of; `files` is what the tool's directory holds."""
 
     subject: Subject
-    turns: tuple[Turn, ...]
+    turns: tuple[Task, ...]
     files: dict[str, PILImage.Image]
     messages: tuple[Message, ...]
 
@@ -83,27 +74,27 @@ class ZeroVision(Generated):
         picture = subject.draw()
 
         # No question twice: the second would be answered by the first.
-        turns: dict[str, Turn] = {}
+        turns: dict[str, Task] = {}
         for _ in range(rng.randint(1, options.questions)):
             task = make_task(subject, rng, stored=self.shown)
             if task.question not in turns:
                 # What the tool says is what the program gives, never what we think it gives.
-                output = run_own(task.code, {FILE: picture})
-                turns[task.question] = Turn(task, output, task.answer_from(output))
+                turns[task.question] = replace(task, output=run_own(task.code, {FILE: picture}))
 
         first: Segment = Image(picture) if self.shown else Text(f"{described}{subject.words()}\n")
         messages = [Message("system", (Text(SYSTEM),))]
-        for turn in turns.values():
-            # The subject stands before the first question only.
-            shown = (first,) if len(messages) == 1 else ()
-            call = ToolCall("python", {"code": turn.task.code})
-            concluded = f"The program gives {turn.output.splitlines()[-1]}."
+        # The subject stands before the first question only.
+        shown: tuple[Segment, ...] = (first,)
+        for task in turns.values():
+            call = ToolCall("python", {"code": task.code})
+            concluded = f"The program gives {task.output.splitlines()[-1]}."
             messages += [
-                Message("user", (*shown, Text(turn.task.question))),
-                Message("assistant", (), thinking=turn.task.plan, calls=(call,)),
-                Message("tool", (Text(turn.output),), tool="python"),
-                Message("assistant", (Text(turn.answer),), thinking=concluded),
+                Message("user", (*shown, Text(task.question))),
+                Message("assistant", (), thinking=task.plan, calls=(call,)),
+                Message("tool", (Text(task.output),), tool="python"),
+                Message("assistant", (Text(task.answer),), thinking=concluded),
             ]
+            shown = ()
         return Talk(subject, tuple(turns.values()), {FILE: picture}, tuple(messages))
 
     def made(self, number: int, key: str, heldout: bool) -> Sample:

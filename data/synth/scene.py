@@ -147,17 +147,15 @@ class Scene(Graph):
 
     def count(self, **properties: str) -> tuple[str, int]:
         """("how many red circles are there?", number)."""
-        name = f"{properties.get('colour', '')} {properties.get('shape', 'object')}s"
-        return f"how many {name.strip()} are there?", len(self.having(**properties))
+        return f"how many {named(**properties)}s are there?", len(self.having(**properties))
 
     def ask(self, thing: Thing, kind: str) -> Question | None:
         """The colour, shape or size of a thing, named by what else it is; None where that leaves doubt."""
-        named = {"colour": thing.colour, "shape": thing.shape}
-        named.pop(kind, None)
-        if len(self.having(**named)) > 1:
+        known = {"colour": thing.colour, "shape": thing.shape}
+        known.pop(kind, None)
+        if len(self.having(**known)) > 1:
             return None
-        name = f"{named.get('colour', '')} {named.get('shape', 'object')}".strip()
-        return f"what {kind.replace('colour', 'color')} is the {name}?", getattr(thing, kind)
+        return f"what {kind.replace('colour', 'color')} is the {named(**known)}?", getattr(thing, kind)
 
     def questions(self, rng: Random, count: int) -> list[Question]:
         """Kinds are drawn evenly, yes and no are balanced."""
@@ -181,26 +179,24 @@ class Scene(Graph):
             pair = rng.choice(sorted(present) if rng.random() < 0.5 else pairs(False))
             return f"is there {article(' '.join(pair))}?", yes_no(pair in present)
         if kind == "count":
-            # Mostly a shape or colour that is there, now and then any.
-            style, asked = rng.randrange(3), {}
-            if style == 1:
-                shapes = [thing.shape for thing in self.objects]
-                asked = {"shape": rng.choice([*shapes, rng.choice(SHAPES)])}
-            elif style == 2:
-                asked = {
-                    "colour": rng.choice([*(t.colour for t in self.objects), rng.choice(tuple(COLOURS))])
-                }
+            part, every = rng.choice(((None, ()), ("shape", SHAPES), ("colour", tuple(COLOURS))))
+            asked = {}
+            if part:
+                # Mostly a shape or colour that is there, now and then any.
+                shown = [getattr(thing, part) for thing in self.objects]
+                asked[part] = rng.choice([*shown, rng.choice(every)])
             question, number = self.count(**asked)
             return question, str(number)
 
-        named = self.unique()
-        if len(named) < (2 if kind == "relation" else 1):
+        alone = self.unique()
+        if len(alone) < (2 if kind == "relation" else 1):
             return None
         if kind == "relation":
-            a, b = rng.sample(named, 2)
-            truth = relation(a, b)
-            return ask_relation(rng, a, b, truth) if truth else None
-        thing = rng.choice(named)
+            a, b = rng.sample(alone, 2)
+            truths = relations(a, b)
+            # Boxes apart both ways are called left or right.
+            return ask_relation(rng, a, b, truths[0]) if truths else None
+        thing = rng.choice(alone)
         if kind == "size":
             return self.ask(thing, kind)
         if rng.random() < 0.5:
@@ -208,16 +204,21 @@ class Scene(Graph):
         return f"where is the {thing.name}?", shares(self.relative_box(thing))
 
 
-def relation(a: Thing, b: Thing) -> str | None:
-    """ "left of", "right of", "above" or "below" when a lies wholly on that side of b; None when the boxes
-    share both."""
-    # Beside comes first: boxes apart on both axes are called left or right.
+def named(colour: str = "", shape: str = "object") -> str:
+    """ "red circle", "red object" or "circle": what is known of an object."""
+    return f"{colour} {shape}".strip()
+
+
+def relations(a: Thing, b: Thing) -> list[str]:
+    """How a lies wholly beside b: "left of" or "right of", then "above" or "below"; none where the boxes
+    share columns and rows."""
+    found = []
     for axis, before, behind in ((0, "left of", "right of"), (1, "above", "below")):
         if a.box[axis + 2] <= b.box[axis]:
-            return before
-        if a.box[axis] >= b.box[axis + 2]:
-            return behind
-    return None
+            found.append(before)
+        elif a.box[axis] >= b.box[axis + 2]:
+            found.append(behind)
+    return found
 
 
 def ask_relation(rng: Random, a: Thing, b: Thing, truth: str) -> Question:

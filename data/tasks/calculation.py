@@ -7,12 +7,11 @@ Geometry is drawn to scale with the given lengths and angles written beside it; 
 from __future__ import annotations
 
 from math import radians, tan
-from random import Random
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
+from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.rendering import INK, PAPER, render_text
 from earlyfusion.data.tasks.scoring import rewards
 
@@ -24,22 +23,16 @@ Mark = tuple[float, float, object, str, int]
 """A label: x, y in pixels, what it says, Pillow's anchor, size of the font."""
 
 
-class NumberTask(Task):
-    """What both tasks share: the reward is 1 for the number."""
-
-    def score(self, problem: Problem, answer: str) -> float:
-        """See rewards.number; "3 + 4 = 7" says 7."""
-        return rewards.number(answer, problem.answer, problem.question)
-
-
 @task("arithmetic")
-class Arithmetic(NumberTask):
+class Arithmetic(Task):
     """The value of an expression, seen as a picture of it.
 
     Knobs: terms, largest (number), operations (of "+-*"), size of the font in pixels. "*" binds more than "+"
     and "-".
     """
 
+    # "3 + 4 = 7" says 7.
+    scorer = staticmethod(rewards.number)
     levels = (
         {"terms": 2, "largest": 9, "operations": "+", "size": 16},
         {"terms": 2, "largest": 20, "operations": "+-", "size": 16},
@@ -48,7 +41,7 @@ class Arithmetic(NumberTask):
         {"terms": 4, "largest": 99, "operations": "+-*", "size": 12},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         # From 1 on: a term of 0 would leave nothing to calculate.
         numbers = [rng.randint(1, knobs["largest"]) for _ in range(knobs["terms"])]
@@ -68,16 +61,17 @@ class Arithmetic(NumberTask):
         key = f"arithmetic/{''.join(sorted(signs))}/{','.join(map(str, sorted(numbers)))}"
         picture = render_text(text, size=knobs["size"])
         category = f"{knobs['terms']} terms"
-        return Drawn("what is the result?", picture, text, result, str(result), key, category)
+        return Problem("what is the result?", picture, text, result, str(result), key, category)
 
 
 @task("geometry")
-class Geometry(NumberTask):
+class Geometry(Task):
     """Perimeter and area of rectangles, the missing angle of a triangle, the hypotenuse of a right triangle.
 
     Knobs: kinds, largest (side of a rectangle), side of the picture in pixels.
     """
 
+    scorer = staticmethod(rewards.number)
     levels = (
         {"kinds": ("perimeter",), "largest": 9, "side": 64},
         {"kinds": ("perimeter", "area"), "largest": 12, "side": 64},
@@ -85,7 +79,7 @@ class Geometry(NumberTask):
         {"kinds": ("area", "angle", "hypotenuse", "missing"), "largest": 40, "side": 96},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         kind, side = rng.choice(tuple(knobs["kinds"])), knobs["side"]
         if kind == "hypotenuse":
@@ -119,7 +113,7 @@ class Geometry(NumberTask):
 
         # Without order: a rectangle of 3 by 4 and one of 4 by 3 have one answer.
         key = f"geometry/{kind}/{min(a, b)}/{max(a, b)}"
-        return Drawn(question, picture, words, answer, str(answer), key, kind)
+        return Problem(question, picture, words, answer, str(answer), key, kind)
 
 
 def figure(side: int, corners: list[tuple[float, float]], *marks: Mark) -> Image.Image:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from operator import eq
 from random import Random
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
+from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring import rewards
 
 FRAME = "gray"
 # All but gray and black: gray is the frame, black is hard to tell from the numbers.
 INNER = ("red", "green", "blue", "yellow", "purple", "orange", "teal", "brown")
+ASK = "lay the tiles so that touching edges match and gray is outside: which tile is at each place?"
 SIDES = ("top", "right", "bottom", "left")
 Tile = tuple[str, str, str, str]
 """Colours of the top, right, bottom and left edge."""
@@ -29,11 +31,8 @@ def solved_board(rng: Random, rows: int, columns: int, colours: int) -> list[Til
     """The tiles of a random board in reading order, inner edges of the first `colours` colours."""
     chosen = rng.sample(INNER, colours)
     # Edges are drawn once each, so that the two tiles that share one agree.
-    down, across = {}, {}
-    for r, c in product(range(1, rows), range(columns)):
-        down[r, c] = rng.choice(chosen)
-    for r, c in product(range(rows), range(1, columns)):
-        across[r, c] = rng.choice(chosen)
+    down = {place: rng.choice(chosen) for place in product(range(1, rows), range(columns))}
+    across = {place: rng.choice(chosen) for place in product(range(rows), range(1, columns))}
 
     tiles = []
     for r, c in product(range(rows), range(columns)):
@@ -43,26 +42,23 @@ def solved_board(rng: Random, rows: int, columns: int, colours: int) -> list[Til
     return tiles
 
 
-def solutions(tiles: Sequence[Tile], rows: int, columns: int, placed: tuple[int, ...] = ()) -> int:
+def solutions(tiles: Sequence[Tile], columns: int, placed: tuple[int, ...] = ()) -> int:
     """In how many ways the tiles that are left can be laid without turning them, after those `placed` (in
-    reading order); stops at 2."""
+    reading order); no more than two are told apart."""
     place = len(placed)
-    if place == rows * columns:
+    if place == len(tiles):
         return 1
     r, c = divmod(place, columns)
     # Only two neighbours are laid already in reading order: the one above and the one before.
-    above = tiles[placed[place - columns]][2] if r else FRAME
+    above = tiles[placed[-columns]][2] if r else FRAME
     before = tiles[placed[-1]][1] if c else FRAME
 
     count = 0
     for index, (top, right, bottom, left) in enumerate(tiles):
-        # The frame is where the board ends, and nowhere else.
-        fits = (top, left) == (above, before) and (right == FRAME) == (c == columns - 1)
-        if index not in placed and fits and (bottom == FRAME) == (r == rows - 1):
-            count += solutions(tiles, rows, columns, (*placed, index))
-        # More than one is all that is asked.
-        if count > 1:
-            break
+        # The frame is where the board ends, and nowhere else; more than one solution is all that is asked.
+        ends = (right == FRAME, bottom == FRAME) == (c == columns - 1, place + columns >= len(tiles))
+        if count < 2 and index not in placed and (top, left) == (above, before) and ends:
+            count += solutions(tiles, columns, (*placed, index))
     return count
 
 
@@ -104,7 +100,7 @@ class Jigsaw(Task):
         {"rows": 3, "columns": 3, "colours": 4, "side": 24},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         rows, columns = knobs["rows"], knobs["columns"]
         board = solved_board(rng, rows, columns, knobs["colours"])
@@ -113,7 +109,7 @@ class Jigsaw(Task):
         rng.shuffle(order)
         tiles = [board[index] for index in order]
         # Two equal tiles could be exchanged, and any second solution would be right as well.
-        if len(set(board)) < len(board) or solutions(tiles, rows, columns) != 1:
+        if len(set(board)) < len(board) or solutions(tiles, columns) != 1:
             return None
 
         # The answer: for every place the number of its tile.
@@ -124,17 +120,13 @@ class Jigsaw(Task):
             lines.append(f"tile {number}: {', '.join(edges)}")
 
         size = f"{rows}x{columns}"
-        key = f"jigsaw/{size}/" + "/".join("-".join(tile) for tile in board)
-        question = (
-            "lay the tiles so that touching edges match and gray is outside: which tile is at each place?"
-        )
+        key = "/".join(["jigsaw", size, *map("-".join, board)])
         picture, target = draw_tiles(tiles, columns, knobs["side"]), " ".join(map(str, answer))
-        return Drawn(question, picture, "\n".join(lines), answer, target, key, size)
+        return Problem(ASK, picture, "\n".join(lines), answer, target, key, size)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See the class."""
-        numbers = rewards.integers(answer)
+        numbers, gold = rewards.integers(answer), problem.answer
         # A list of one tile said nine times would be right somewhere.
-        if sorted(numbers) != sorted(problem.answer):
-            return 0.0
-        return sum(a == b for a, b in zip(numbers, problem.answer)) / len(numbers)
+        permutation = sorted(numbers) == sorted(gold)
+        return permutation * sum(map(eq, numbers, gold)) / len(gold)

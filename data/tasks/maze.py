@@ -7,7 +7,6 @@ A maze and its seven mirrored and turned forms are one combination, so no test m
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Collection
 from itertools import product
 from random import Random
@@ -15,7 +14,7 @@ from random import Random
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS
-from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
+from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring.text import tame
 
 Cell = tuple[int, int]
@@ -33,17 +32,13 @@ LONGEST = 4
 
 def door(a: Cell, b: Cell) -> tuple[Cell, Cell]:
     """The door between two neighbours."""
-    return (a, b) if a < b else (b, a)
+    return min(a, b), max(a, b)
 
 
 def ways(doors: Doors, cell: Cell) -> dict[str, Cell]:
     """Moves that no wall stops, with the cell that each leads to."""
-    found = {}
-    for move, (down, right) in MOVES.items():
-        there = cell[0] + down, cell[1] + right
-        if door(cell, there) in doors:
-            found[move] = there
-    return found
+    every = {move: (cell[0] + down, cell[1] + right) for move, (down, right) in MOVES.items()}
+    return {move: there for move, there in every.items() if door(cell, there) in doors}
 
 
 def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[tuple[Cell, Cell]]:
@@ -54,8 +49,8 @@ def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[tuple
     every |= {((r, c), (r + 1, c)) for r, c in product(range(rows - 1), range(columns))}
 
     # A walk without plan that goes back where it is stuck: it ends when every cell has been seen.
-    start = (rng.randrange(rows), rng.randrange(columns))
-    seen, path, doors = {start}, [start], set()
+    path = [(rng.randrange(rows), rng.randrange(columns))]
+    seen, doors = set(path), set()
     while path:
         free = [cell for cell in ways(every, path[-1]).values() if cell not in seen]
         if not free:
@@ -65,17 +60,17 @@ def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[tuple
         doors.add(door(path[-1], there))
         seen.add(there)
         path.append(there)
+    # Walls opened afterwards make rings, so that a way is not the only one.
     # Sorted: a set has another order in every process, and the draw depends on it.
     closed = sorted(every - doors)
-    # Walls opened afterwards make rings, so that a way is not the only one.
     return frozenset(doors.union(rng.sample(closed, round(extra * len(closed)))))
 
 
 def distances(doors: Doors, goal: Cell) -> dict[Cell, int]:
     """Fewest moves from every cell to the goal, breadth first."""
-    found, line = {goal: 0}, deque([goal])
-    while line:
-        here = line.popleft()
+    found, line = {goal: 0}, [goal]
+    # The list grows while it is gone through.
+    for here in line:
         for there in ways(doors, here).values():
             if there not in found:
                 found[there] = found[here] + 1
@@ -87,11 +82,9 @@ def shortest(doors: Doors, start: Cell, goal: Cell) -> list[str]:
     """One shortest way as moves, the first in the order up, down, left, right where there are several."""
     left, here, moves = distances(doors, goal), start, []
     while here != goal:
-        # Every step goes down by one on the table of distances.
-        nearer = {move: there for move, there in ways(doors, here).items() if left[there] < left[here]}
-        move = next(iter(nearer))
+        # Every step goes down by one on the table of distances; the first of equals is taken.
+        move, here = min(ways(doors, here).items(), key=lambda way: left[way[1]])
         moves.append(move)
-        here = nearer[move]
     return moves
 
 
@@ -100,16 +93,13 @@ def canonical(doors: Doors, rows: int, columns: int) -> str:
     names = []
     # Two mirrors in turn, one along the diagonal: after eight steps every form has come.
     for number in range(8):
-        seen = set()
-        for (r, c), (other_r, other_c) in doors:
-            if number % 2:
-                seen.add(door((rows - 1 - r, c), (rows - 1 - other_r, other_c)))
-            else:
-                seen.add(door((c, r), (other_c, other_r)))
-        if number % 2 == 0:
+        if number % 2:
+            doors = [door((rows - 1 - a[0], a[1]), (rows - 1 - b[0], b[1])) for a, b in doors]
+        else:
+            doors = [door(a[::-1], b[::-1]) for a, b in doors]
             rows, columns = columns, rows
-        doors = sorted(seen)
-        names.append(f"{rows}x{columns}/" + ";".join(f"{a[0]},{a[1]}-{b[0]},{b[1]}" for a, b in doors))
+        listed = [f"{a[0]},{a[1]}-{b[0]},{b[1]}" for a, b in sorted(doors)]
+        names.append(f"{rows}x{columns}/{';'.join(listed)}")
     return min(names)
 
 
@@ -163,7 +153,7 @@ class Maze(Task):
         {"rows": 7, "columns": 7, "extra": 0.05, "least": 8, "side": 14},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         rows, columns = knobs["rows"], knobs["columns"]
         doors = carve(rng, rows, columns, knobs["extra"])
@@ -187,12 +177,12 @@ class Maze(Task):
         picture = draw_maze(doors, rows, columns, {"green": start, "red": goal}, knobs["side"])
         meta = {"doors": doors, "start": start, "goal": goal}
         question, category = "which moves lead from green to red?", f"{rows}x{columns}"
-        return Drawn(question, picture, "\n".join(lines), way, " ".join(way), key, category, meta)
+        return Problem(question, picture, "\n".join(lines), way, " ".join(way), key, category, meta)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See the class."""
         moves, meta = parse_moves(answer), problem.meta
-        here, goal, left = meta["start"], meta["goal"], distances(meta["doors"], meta["goal"])
+        here, left = meta["start"], distances(meta["doors"], meta["goal"])
         # A walk at random long enough reaches every goal.
         if not 0 < len(moves) <= LONGEST * len(left):
             return 0.0
@@ -200,9 +190,9 @@ class Maze(Task):
         for move in moves:
             # The walk ends at the first wall, and at the goal whatever follows.
             there = ways(meta["doors"], here).get(move)
-            if here == goal or there is None:
+            if here == meta["goal"] or there is None:
                 break
             here = there
-        if here == goal:
+        if here == meta["goal"]:
             return 0.5 + 0.5 * len(problem.answer) / len(moves)
         return 0.3 * max(0.0, 1.0 - left[here] / far)

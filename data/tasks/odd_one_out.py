@@ -4,13 +4,12 @@ scenes."""
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.grid import board_words
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Pair, paint, pair_key, pairs
-from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
+from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring import rewards
 
 
@@ -44,9 +43,9 @@ class OddOneOut(Task):
         {"rows": 4, "columns": 4, "differ": ("colour", "shape"), "vary": True, "side": 20},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
-        rows, columns, differ = knobs["rows"], knobs["columns"], rng.choice(tuple(knobs["differ"]))
+        rows, columns, differ = knobs["rows"], knobs["columns"], rng.choice(knobs["differ"])
         # The odd one carries the combination; the others are always of training.
         odd = rng.choice(pairs(heldout))
 
@@ -73,8 +72,8 @@ class OddOneOut(Task):
         answer = [place // columns + 1, place % columns + 1]
         picture = draw_things(things, columns, knobs["side"], rng.choice(tuple(BACKGROUNDS)))
         target = f"row {answer[0]}, column {answer[1]}"
-        return Drawn("which one is the odd one out?", picture, words, answer, target, pair_key(odd), differ)
+        return Problem("which one is the odd one out?", picture, words, answer, target, pair_key(odd), differ)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """1 for exactly the two numbers, row first, with nothing behind them."""
         return float(rewards.integers(answer) == problem.answer)

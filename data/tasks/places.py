@@ -3,15 +3,14 @@ scenes.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 
 from earlyfusion.data.synth.graph import shares
 from earlyfusion.data.synth.palette import Box, corners, pair_key, pairs
-from earlyfusion.data.synth.scene import Scene, Thing
-from earlyfusion.data.tasks.exam import Kind
-from earlyfusion.data.tasks.problem import Drawn, Judged, Knobs, Problem, about, list_pixels, task
-from earlyfusion.data.tasks.scenes import MEDIUM, SMALL, SceneTask
+from earlyfusion.data.synth.scene import Scene, Thing, named
+from earlyfusion.data.tasks.problem import Kind, Knobs, Problem, about, task
+from earlyfusion.data.tasks.scenes import MEDIUM, SMALL, SceneTask, part_of
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.boxes import grounding_scores, parse_boxes
 from earlyfusion.data.tasks.scoring.text import first_line
@@ -22,28 +21,37 @@ class PlaceTask(SceneTask):
     """A scene and the things that are asked for. Knob what: "one" object named without doubt; "all" of a
     colour, shape or pair; "absent" pairs, where the answer is "none"."""
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         scene, shown = self.scene(rng, heldout, knobs)
-        what = rng.choice(tuple(knobs["what"])) if "what" in knobs else "one"
+        what = rng.choice(knobs.get("what", ("one",)))
         # What is named is of the side; whatever shares its name is asked for with it.
-        thing = rng.choice(shown)
+        pair = rng.choice(shown).pair
         part = rng.choice(("colour", "shape", "pair")) if what == "all" else "pair"
-        pair = rng.choice(pairs(heldout)) if what == "absent" else thing.pair
+        if what == "absent":
+            pair = rng.choice(pairs(heldout))
 
         # The name leaves out what is not asked for: "red objects", "circles", "red circles".
-        asked = {name: value for name, value in zip(("colour", "shape"), pair) if part in (name, "pair")}
-        things = scene.having(**asked)
-        name = f"{asked.get('colour', '')} {asked.get('shape', 'object')}".strip()
+        asked = part_of(pair, part)
+        things, name = scene.having(**asked), named(**asked)
         # Nothing may fit what is absent, and only one what is called "the".
         if (what == "absent" and things) or (what == "one" and len(things) > 1):
             return None
         name = f"the {name}" if what == "one" else f"all {name}s"
         return self.ask(scene, things, name, pair_key(pair), {**knobs, "what": what})
 
-    def ask(self, scene: Scene, things: list[Thing], name: str, key: str, knobs: Knobs) -> Drawn | None:
+    def ask(self, scene: Scene, things: list[Thing], name: str, key: str, knobs: Knobs) -> Problem | None:
         """The question about `things`, called `name`."""
         raise NotImplementedError
+
+
+def list_pixels(points: Sequence[Sequence[float]]) -> str:
+    """ "[12, 30], [40, 58.5]": points or boxes in pixels, with one decimal where they are not whole."""
+    listed = []
+    for point in points:
+        numbers = [f"{x:.1f}".removesuffix(".0") for x in point]
+        listed.append(f"[{', '.join(numbers)}]")
+    return ", ".join(listed)
 
 
 def named_box(problem: Problem) -> tuple[Box, Scene, str]:
@@ -73,7 +81,7 @@ class Grounding(PlaceTask):
     }
     answer_tokens = 40
 
-    def ask(self, scene: Scene, things: list[Thing], name: str, key: str, knobs: Knobs) -> Drawn:
+    def ask(self, scene, things, name, key, knobs):
         """See PlaceTask."""
         boxes = [list(thing.box) for thing in things]
         question = f"where {'is' if knobs['what'] == 'one' else 'are'} {name}"
@@ -82,15 +90,15 @@ class Grounding(PlaceTask):
             target = ", ".join(shares(scene.relative_box(thing)) for thing in things)
         else:
             question, target = f"{question}, in pixels", list_pixels(boxes)
-        units, target = knobs["units"], target or "none"
-        return about(scene, f"{question}?", boxes, target, key, knobs["what"], units=units)
+        what, units = knobs["what"], knobs["units"]
+        return about(scene, f"{question}?", boxes, target or "none", key, what, units=units)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See rewards.boxes."""
-        meta = problem.meta
-        return rewards.boxes(answer, problem.answer, meta["graph"].extent, meta["units"])
+        extent = problem.meta["graph"].extent
+        return rewards.boxes(answer, problem.answer, extent, problem.meta["units"])
 
-    def judge(self, problem: Problem, text: str) -> Judged:
+    def judge(self, problem, text):
         """The first box of the answer, in the units the question asks for, against the exact box of the
         graph."""
         gold, scene, units = named_box(problem)
@@ -110,20 +118,19 @@ class Pointing(PlaceTask):
         {"what": ("one", "all"), "sigma": 0.35, **SMALL, "max_objects": 4},
         {"what": ("one", "all", "all", "absent"), "sigma": 0.25, **MEDIUM, "max_objects": 6},
     )
-    least_sigma = 2.0
 
-    def ask(self, scene: Scene, things: list[Thing], name: str, key: str, knobs: Knobs) -> Drawn:
+    def ask(self, scene, things, name, key, knobs):
         """See PlaceTask."""
         centres = [list(thing.centre) for thing in things]
         # A small object must be met more closely, but no closer than two pixels.
-        sigmas = [max(self.least_sigma, knobs["sigma"] * thing.area**0.5) for thing in things]
+        sigmas = [max(2.0, knobs["sigma"] * thing.area**0.5) for thing in things]
         target = list_pixels(centres) or "none"
         return about(scene, f"point at {name}.", centres, target, key, knobs["what"], sigmas=sigmas)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See rewards.points."""
-        meta = problem.meta
-        return rewards.points(answer, problem.answer, meta["sigmas"], meta["graph"].extent)
+        extent = problem.meta["graph"].extent
+        return rewards.points(answer, problem.answer, problem.meta["sigmas"], extent)
 
 
 @task("polygon")
@@ -140,20 +147,21 @@ class Polygon(PlaceTask):
         {"shapes": ("triangle", "diamond", "star", "circle"), **MEDIUM, "max_objects": 6},
     )
 
-    def ask(self, scene: Scene, things: list[Thing], name: str, key: str, knobs: Knobs) -> Drawn | None:
+    def ask(self, scene, things, name, key, knobs):
         """See PlaceTask."""
-        sought, lines = things[0], []
+        sought = things[0]
         # Squares have four corners to say, stars ten.
         if sought.shape not in knobs["shapes"]:
             return None
+        lines = []
         for thing in scene.objects:
             # Boxes are not enough here: the twin must hold what the answer needs.
-            told = list_pixels(corners(thing.shape, thing.box))
-            lines.append(f"{thing.size} {thing.name} with corners {told}")
-        outline = [list(point) for point in corners(sought.shape, sought.box)]
-        drawn = about(scene, f"outline {name}.", outline, list_pixels(outline), key, sought.shape)
+            outline = corners(thing.shape, thing.box)
+            lines.append(f"{thing.size} {thing.name} with corners {list_pixels(outline)}")
+        answer = list(map(list, corners(sought.shape, sought.box)))
+        drawn = about(scene, f"outline {name}.", answer, list_pixels(answer), key, sought.shape)
         return replace(drawn, description=scene.listed(lines))
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See rewards.polygon."""
         return rewards.polygon(answer, problem.answer, problem.meta["graph"].extent)

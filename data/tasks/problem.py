@@ -20,26 +20,24 @@ A task is one class in one file, registered by its decorator:
         def score(self, problem, answer): ...       the reward of a final answer
 
 Reinforcement learning asks it for problems and rewards, the source `problems` for training documents, and
-`earlyfusion eval` for its exam, where it has one (data/tasks/exam.py).
+`earlyfusion eval` for its exam, where it has one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
-from earlyfusion.data.synth.graph import Graph
+from earlyfusion.data.synth.graph import Graph, Question
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
-from earlyfusion.data.tasks.exam import Kind
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.text import exact_match, first_line
@@ -48,8 +46,7 @@ from earlyfusion.kernels.errors import did_you_mean
 Split: TypeAlias = Literal["train", "test"]
 Form: TypeAlias = Literal["picture", "twin", "rendered"]
 Knobs: TypeAlias = Mapping[str, Any]
-SPLITS: tuple[Split, ...] = ("train", "test")
-FORMS: tuple[Form, ...] = ("picture", "twin", "rendered")
+FORMS: tuple[Form, ...] = get_args(Form)
 Judged: TypeAlias = tuple[Any, float, dict[str, float]]
 """What was read out of an answer (or None), its score, and further metrics."""
 # A combination of the test side comes about once in eight draws; this is far beyond bad luck.
@@ -57,6 +54,10 @@ TRIES = 5000
 # A word of their own for thoughts: the model must know from the prompt which of the two is wanted.
 ANSWER_CUE, THOUGHT_CUE = "\nA:", "\nlook:"
 """End of a prompt that asks for the answer, and of one that asks to tell what there is first."""
+# Pictures of an exam looked at before another answer is drawn.
+PICTURES = 2000
+HIGHEST = 4
+"""Largest answer of an exam's question of number."""
 # Limits of the pictures of every exam, in pixels and objects.
 MIN_SIDE, MAX_SIDE, MAX_OBJECTS = 40, 96, 5
 
@@ -66,8 +67,8 @@ class TaskError(DataError):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a task draws: everything of a Problem that depends on the random numbers.
+class Problem:
+    """One question with its gold answer. A task draws everything but the last two, which `sample` adds.
 
     picture: RGB (of a clip, its first frame), or None for a task in words alone (its picture form is then its
     words). description: the text twin. answer: the gold answer as JSON types. target: an answer in words that
@@ -83,32 +84,14 @@ class Drawn:
     combination: str
     category: str
     meta: Knobs = field(default_factory=dict)
-
-
-def about(
-    graph: Graph, question: str, answer: Any, target: str, key: str, category: str, **meta: Any
-) -> Drawn:
-    """A question about a graph: its picture and its words; `key` is the combination."""
-    meta["graph"] = graph
-    return Drawn(question, graph.draw(), graph.words(), answer, target, key, category, meta)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem(Drawn):
-    """One question with its gold answer; meta also holds difficulty, knobs, combination and category."""
-
-    task: str
-    key: str
-
-    def check_form(self, form: str) -> None:
-        """Raises TaskError for an unknown form."""
-        if form not in FORMS:
-            raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
+    task: str = ""
+    key: str = ""
 
     def prompt(self, form: Form = "picture", thought: bool = False) -> tuple[Segment, ...]:
         """The prompt in one form, as in pretraining; with `thought` it asks to tell what there is before
         answering. Raises TaskError for an unknown form."""
-        self.check_form(form)
+        if form not in FORMS:
+            raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
         question = question_text(self.question)
         if thought:
             question = question.removesuffix(ANSWER_CUE) + THOUGHT_CUE
@@ -138,62 +121,98 @@ class Problem(Drawn):
         return Text(f" {self.thought}; answer: {self.target}" if thought else answer_text(self.target))
 
 
+def about(
+    graph: Graph, question: str, answer: Any, target: str, key: str, category: str, **meta: Any
+) -> Problem:
+    """A question about a graph: its picture and its words; `key` is the combination."""
+    meta["graph"] = graph
+    return Problem(question, graph.draw(), graph.words(), answer, target, key, category, meta)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of question of an exam; answers are spread so that a constant one earns little.
+
+    pattern: a regular expression for the questions of a graph that are of this kind. ask: makes the question,
+    in place of a choice among the graph's own, or gives None where there is none. balanced: yes and no are
+    equally likely. lowest: the answer is a number, drawn first, from `lowest` to HIGHEST.
+    """
+
+    pattern: str = ""
+    ask: Callable[[Any, Random], Question | None] | None = None
+    balanced: bool = False
+    lowest: int | None = None
+
+    def draw(self, rng: Random, make: Callable[[Random], Graph], listed: int) -> tuple[Graph, Question]:
+        """A graph and its question. listed: how many questions a graph is asked to list.
+
+        Raises TaskError when no graph has one: the generator has changed.
+        """
+        # The answer first, then a picture that has it: pictures drawn first have mostly small answers.
+        number = None
+        for attempt in range(10 * PICTURES):
+            # Some answers are rare: after many pictures without one another is drawn.
+            if self.lowest is not None and attempt % PICTURES == 0:
+                number = str(rng.randint(self.lowest, HIGHEST))
+
+            graph = make(rng)
+            asked = self.ask(graph, rng) if self.ask else self.choose(graph, rng, listed, number)
+            # A coin decides before the picture whether yes or no is wanted.
+            if asked is None or (self.balanced and asked[1] != ("yes", "no")[rng.random() < 0.5]):
+                continue
+            return graph, asked
+        raise TaskError(f"no question {self.pattern!r} in {attempt} generated pictures")
+
+    def choose(self, graph: Graph, rng: Random, listed: int, number: str | None = None) -> Question | None:
+        """One of the graph's own questions of this kind, with the answer `number` if one is given."""
+        fitting = []
+        for question, answer in graph.questions(rng, listed):
+            if re.search(self.pattern, question) and number in (None, answer):
+                fitting.append((question, answer))
+        return rng.choice(fitting) if fitting else None
+
+
 class Task:
     """Problems and their rewards, by level of difficulty; and the exam, a benchmark's questions by kind.
 
-    levels: knobs of difficulty 0, 1, ...; a mapping instead of a number changes single knobs of level 0. None
-    for a task that is an exam alone. fraction: share of combinations on the held-out side.
+    levels: knobs of difficulty 0, 1, ...; none for a task that is an exam alone. fraction: share of
+    combinations on the held-out side.
 
-    kinds: category -> kind of question of the exam, asked in turn about `graph`; none for a task without one.
-    listed: questions that a graph lists for an exam. answer_tokens: most tokens of an answer there.
+    kinds: category -> kind of question of the exam, asked in turn; none for a task without one. make: makes
+    the graphs they are asked about. listed: questions that a graph lists for an exam. answer_tokens: most
+    tokens of an answer there. scorer: (answer, gold, question) -> reward.
     """
 
     name: ClassVar[str]
     levels: ClassVar[tuple[Knobs, ...]] = ()
     fraction: float = HELDOUT_FRACTION
+    scorer: ClassVar[Callable[..., float]] = staticmethod(rewards.words)
     kinds: ClassVar[Mapping[str, Kind]] = {}
+    make: ClassVar[Callable[..., Graph]]
     listed: ClassVar[int] = 99
     answer_tokens: ClassVar[int] = 24
     video: ClassVar[bool] = False
 
-    def knobs(self, difficulty: int | Knobs) -> dict[str, Any]:
-        """The knobs of a difficulty. Raises TaskError for a level or a knob that does not exist."""
-        # Single knobs lie over the easiest level.
-        if isinstance(difficulty, Mapping):
-            for knob in difficulty:
-                if knob not in self.levels[0]:
-                    raise TaskError(f"{self.name}: no knob {knob!r}; {did_you_mean(knob, self.levels[0])}")
-            return {**self.levels[0], **difficulty}
-        if difficulty not in range(len(self.levels)):
-            raise TaskError(
-                f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}, or knobs"
-            )
-        return dict(self.levels[difficulty])
-
-    def sample(self, seed: int, split: Split = "train", difficulty: int | Knobs = 0) -> Problem:
+    def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
         """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or
         difficulty, and for knobs no problem can satisfy."""
         if not self.levels:
             raise TaskError(f"{self.name}: is an exam alone, asked by earlyfusion eval; choose another task")
-        if split not in SPLITS:
-            raise TaskError(f"{self.name}: split {split!r}; {did_you_mean(str(split), SPLITS)}")
-        knobs = self.knobs(difficulty)
+        if split not in get_args(Split):
+            raise TaskError(f"{self.name}: split {split!r}; expected train or test")
+        if difficulty not in range(len(self.levels)):
+            raise TaskError(f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}")
+        knobs = self.levels[difficulty]
         # The key holds everything the problem depends on, so that a log finds it again.
-        level = json.dumps(difficulty if isinstance(difficulty, int) else knobs, sort_keys=True)
-        key = f"{self.name}/{split}/{level}/{seed}"
+        key = f"{self.name}/{split}/{difficulty}/{seed}"
 
         # Attempts until one asks about a combination of the split.
         rng = Random(f"rl/{key}")
         for _ in range(TRIES):
             drawn = self.draw(rng, split == "test", knobs)
             if drawn is not None and self.heldout(drawn.combination) == (split == "test"):
-                return self._problem(key, drawn, difficulty=difficulty, knobs=knobs)
+                return replace(drawn, task=self.name, key=key)
         raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
-
-    def _problem(self, key: str, drawn: Drawn, **meta: Any) -> Problem:
-        # Benchmarks and reports read both from here.
-        meta |= {"combination": drawn.combination, "category": drawn.category, **drawn.meta}
-        return Problem(**{**vars(drawn), "meta": meta}, task=self.name, key=key)
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""
@@ -206,17 +225,15 @@ class Task:
             raise TaskError(f"{self.name}: asked to judge a problem of {problem.task!r}")
         # Thinking and announcements are no answer; their end is.
         answer = rewards.final_answer(response_text)
-        value = float(self.score(problem, answer)) if answer else 0.0
-        # Whatever a scorer of one's own returns, the trainer gets a number of [0, 1].
-        return min(1.0, max(0.0, value)) if isfinite(value) else 0.0
+        return float(self.score(problem, answer)) if answer else 0.0
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Problem | None:
         """One attempt; None, or a combination of the wrong side, leads to the next one."""
         raise NotImplementedError
 
     def score(self, problem: Problem, answer: str) -> float:
-        """The score of a final answer that is not empty: 1 for the words themselves."""
-        return rewards.words(answer, problem.answer)
+        """The score of a final answer that is not empty, in [0, 1]."""
+        return self.scorer(answer, problem.answer, problem.question)
 
     # The exam.
 
@@ -231,12 +248,12 @@ class Task:
             rng = Random(f"eval/{self.name}/{seed}/{number}")
             graph, (question, answer) = self.kinds[category].draw(rng, self.graph, self.listed)
             drawn = about(graph, question, answer, answer, "", category)
-            problems.append(self._problem(f"{self.name}/{number:05d}", drawn))
+            problems.append(replace(drawn, task=self.name, key=f"{self.name}/{number:05d}"))
         return problems
 
     def graph(self, rng: Random) -> Graph:
         """A held-out graph for a question of the exam."""
-        raise NotImplementedError
+        return self.make(rng, min_side=MIN_SIDE, max_side=MAX_SIDE, heldout=True)
 
     def judge(self, problem: Problem, text: str) -> Judged:
         """What an exam makes of an answer: equal to gold without case, article and closing punctuation."""
@@ -246,24 +263,13 @@ class Task:
 TASKS: dict[str, type[Task]] = {}
 """Every registered task by its name; data/tasks/registry.py imports those of the project."""
 
-AnyTask = TypeVar("AnyTask", bound="type[Task]")
 
-
-def task(name: str) -> Callable[[AnyTask], AnyTask]:
+def task(name: str) -> Callable[[type[Task]], type[Task]]:
     """Register the decorated class as the task `name`."""
 
-    def register(cls: AnyTask) -> AnyTask:
+    def register(cls: type[Task]) -> type[Task]:
         cls.name = name
         TASKS[name] = cls
         return cls
 
     return register
-
-
-def list_pixels(points: Sequence[Sequence[float]]) -> str:
-    """ "[12, 30], [40, 58.5]": points or boxes in pixels, with one decimal where they are not whole."""
-    listed = []
-    for point in points:
-        numbers = [f"{x:.1f}".removesuffix(".0") for x in point]
-        listed.append(f"[{', '.join(numbers)}]")
-    return ", ".join(listed)

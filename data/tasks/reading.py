@@ -3,38 +3,27 @@ with its kind; first rows of boards."""
 
 from __future__ import annotations
 
-import re
-from random import Random
+from functools import partial
 
 from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.graph import Graph, Question
+from earlyfusion.data.synth.graph import Question
 from earlyfusion.data.synth.grid import Board
 from earlyfusion.data.synth.words import ASK_TEXT, Sign
-from earlyfusion.data.tasks.exam import Kind
-from earlyfusion.data.tasks.problem import (
-    MAX_SIDE,
-    MIN_SIDE,
-    Drawn,
-    Judged,
-    Knobs,
-    Problem,
-    Task,
-    about,
-    task,
-)
+from earlyfusion.data.tasks.problem import Kind, Task, about, task
 from earlyfusion.data.tasks.scenes import MEDIUM
 from earlyfusion.data.tasks.scoring import rewards, text
 
-EXAM = {"min_side": MIN_SIDE, "max_side": MAX_SIDE}
+KINDS = {
+    "value": Kind(r"^what is the value"),
+    "extreme": Kind(r"^which value"),
+    "sum": Kind(r"^what is the sum"),
+}
+"""What both the task and the exam ask about a chart."""
+ALL = (*KINDS, "difference")
 
 
-# One word and several are reported apart: a long text is another skill.
-def _one_word(sign: Sign, rng: Random) -> Question | None:
-    return (ASK_TEXT, sign.text) if " " not in sign.text else None
-
-
-def _several_words(sign: Sign, rng: Random) -> Question | None:
-    return (ASK_TEXT, sign.text) if " " in sign.text else None
+def _text_of(several: bool, sign: Sign, rng: object) -> Question | None:
+    return (ASK_TEXT, sign.text) if (" " in sign.text) == several else None
 
 
 @task("ocr")
@@ -49,10 +38,12 @@ class Ocr(Task):
         {"most_words": 2, "min_side": 40, "max_side": 80},
         {"most_words": 3, "min_side": 48, "max_side": 128},
     )
-    kinds = {"word": Kind(ask=_one_word), "words": Kind(ask=_several_words)}
+    # One word and several are reported apart: a long text is another skill.
+    kinds = {"word": Kind(ask=partial(_text_of, False)), "words": Kind(ask=partial(_text_of, True))}
+    make = Sign.make
     answer_tokens = 32
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         sign = Sign.make(rng, min_side=knobs["min_side"], max_side=knobs["max_side"], heldout=heldout)
         words = sign.text.split()
@@ -61,16 +52,12 @@ class Ocr(Task):
             return None
         return about(sign, ASK_TEXT, sign.text, sign.text, f"word/{words[0]}", f"{len(words)} words")
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See text.similarity; quotation marks around the answer are not part of it."""
         # Near misses earn their share, or there would be nothing to learn from at first.
         return text.similarity(answer.strip().strip("\"'"), problem.answer)
 
-    def graph(self, rng: Random) -> Graph:
-        """See Task."""
-        return Sign.make(rng, heldout=True, **EXAM)
-
-    def judge(self, problem: Problem, said: str) -> Judged:
+    def judge(self, problem, said):
         """Containment (OCRBench); error rates and ANLS are over the first line."""
         answer, gold = text.first_line(said), problem.answer
         metrics = {
@@ -94,19 +81,13 @@ class ChartValue(Task):
     levels = (
         {"chart": ("bar",), "most": 3, "kinds": ("value",), "min_side": 48, "max_side": 64},
         {"chart": ("bar", "line"), "most": 5, "kinds": ("value", "extreme"), **MEDIUM},
-        {
-            "chart": ("bar", "line"),
-            "most": 5,
-            "kinds": ("value", "extreme", "sum", "difference"),
-            "min_side": 48,
-            "max_side": 128,
-        },
+        {"chart": ("bar", "line"), "most": 5, "kinds": ALL, "min_side": 48, "max_side": 128},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         chart = Chart.make(rng, min_side=knobs["min_side"], max_side=knobs["max_side"], heldout=heldout)
-        kind = rng.choice(tuple(knobs["kinds"]))
+        kind = rng.choice(knobs["kinds"])
         if chart.kind not in knobs["chart"] or len(chart.values) > knobs["most"]:
             return None
 
@@ -118,40 +99,30 @@ class ChartValue(Task):
             target = str(chart.values[i] - chart.values[j])
         else:
             # The wording of the exam, which is that of pretraining.
-            pattern = ChartExam.kinds[kind].pattern
-            asked = [pair for pair in chart.questions(rng, self.listed) if re.search(pattern, pair[0])]
-            if not asked:
+            asked = KINDS[kind].choose(chart, rng, self.listed)
+            if asked is None:
                 return None
-            question, target = rng.choice(asked)
+            question, target = asked
 
         # An extreme is a letter, all else a number.
         answer = target if kind == "extreme" else int(target)
         return about(chart, question, answer, target, f"chart/{chart.kind}/{chart.values}", kind)
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """See rewards.value and rewards.words."""
-        if isinstance(problem.answer, str):
-            return rewards.words(answer, problem.answer)
-        return rewards.value(answer, problem.answer, problem.question)
+        scorer = rewards.words if isinstance(problem.answer, str) else rewards.value
+        return scorer(answer, problem.answer, problem.question)
 
 
 @task("chart")
 class ChartExam(Task):
     """Values, extremes, sums and comparisons in bar and line charts."""
 
-    kinds = {
-        "value": Kind(r"^what is the value"),
-        "extreme": Kind(r"^which value"),
-        "sum": Kind(r"^what is the sum"),
-        "comparison": Kind(r"^is ", balanced=True),
-    }
+    kinds = {**KINDS, "comparison": Kind(r"^is ", balanced=True)}
+    make = Chart.make
     answer_tokens = 8
 
-    def graph(self, rng: Random) -> Graph:
-        """See Task."""
-        return Chart.make(rng, heldout=True, **EXAM)
-
-    def judge(self, problem: Problem, said: str) -> Judged:
+    def judge(self, problem, said):
         """ChartQA's relaxed correctness of the first line."""
         # "7." is 7 to a reader and no number to the published script.
         answer = text.first_line(said).rstrip(".")
@@ -168,7 +139,4 @@ class BoardExam(Task):
         "row": Kind(r"^what is row"),
         "count": Kind(r"^how many cells"),
     }
-
-    def graph(self, rng: Random) -> Graph:
-        """See Task."""
-        return Board.make(rng, heldout=True, **EXAM)
+    make = Board.make

@@ -8,25 +8,14 @@ where it has one.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
-from earlyfusion.data.synth.graph import Graph, Question
-from earlyfusion.data.synth.palette import COLOURS, SHAPES, pair_key, pairs
-from earlyfusion.data.synth.scene import Scene, Thing, ask_relation, relation
-from earlyfusion.data.tasks.exam import Kind
-from earlyfusion.data.tasks.problem import (
-    MAX_OBJECTS,
-    MAX_SIDE,
-    MIN_SIDE,
-    Drawn,
-    Judged,
-    Knobs,
-    Problem,
-    Task,
-    about,
-    task,
-)
+from earlyfusion.data.synth.graph import Question
+from earlyfusion.data.synth.palette import COLOURS, SHAPES, Pair, pair_key, pairs
+from earlyfusion.data.synth.scene import Scene, Thing, ask_relation, relations
+from earlyfusion.data.tasks.problem import MAX_OBJECTS, Kind, Knobs, Task, about, task
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.text import first_line, parse_count
 
@@ -41,10 +30,7 @@ class SceneTask(Task):
     """What tasks over scenes share: the scene of a problem, and the one thing of the side it asks about."""
 
     listed = 12
-
-    def graph(self, rng: Random) -> Graph:
-        """See Task."""
-        return Scene.make(rng, min_side=MIN_SIDE, max_side=MAX_SIDE, heldout=True, max_objects=MAX_OBJECTS)
+    make = partial(Scene.make, max_objects=MAX_OBJECTS)
 
     @staticmethod
     def scene(rng: Random, heldout: bool, knobs: Knobs) -> tuple[Scene, list[Thing]]:
@@ -53,6 +39,12 @@ class SceneTask(Task):
         scene = Scene.make(rng, **sides, heldout=heldout)
         # The first object that is placed is of the side, so there is always one to ask about.
         return scene, [thing for thing in scene.objects if thing.pair in pairs(heldout)]
+
+
+def part_of(pair: Pair, part: str) -> dict[str, str]:
+    """What is asked for by name: the colour, the shape, both ("pair") or neither."""
+    named = zip(("colour", "shape"), pair)
+    return {name: value for name, value in named if part in (name, "pair")}
 
 
 @task("counting")
@@ -75,10 +67,11 @@ class Counting(SceneTask):
         "color": Kind(r"^how many \w+ objects are there", lowest=0),
     }
     answer_tokens = 8
+    scorer = staticmethod(rewards.counting)
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
-        kind = rng.choice(tuple(knobs["kinds"]))
+        kind = rng.choice(knobs["kinds"])
         # "How many objects" is never none; of a shape or colour there may be none.
         least, most = (1, knobs["most"]) if kind == "all" else (0, min(knobs["most"], 3))
         expected = rng.randint(least, most)
@@ -89,31 +82,26 @@ class Counting(SceneTask):
             pair = rng.choice(tuple(COLOURS)), rng.choice(SHAPES)
             if expected:
                 pair = rng.choice(scene.objects).pair
+            side = shown[0].pair
             if kind == "pair":
-                pair = shown[0].pair if expected else rng.choice(pairs(heldout))
+                pair = side = side if expected else rng.choice(pairs(heldout))
 
             # A pair is asked by both words, a colour or shape by one.
-            named = {"colour": pair[0], "shape": pair[1]}
-            asked = {name: value for name, value in named.items() if kind in (name, "pair")}
-            question, count = scene.count(**asked)
+            question, count = scene.count(**part_of(pair, kind))
             # More than two of one pair are too rare to wait for.
             if count == (min(expected, 2) if kind == "pair" else expected):
-                key = pair_key(pair if kind == "pair" else shown[0].pair)
-                return about(scene, question, count, str(count), key, kind)
+                return about(scene, question, count, str(count), pair_key(side), kind)
         return None
 
-    def score(self, problem: Problem, answer: str) -> float:
-        """1 - |difference| / gold; see rewards.counting."""
-        return rewards.counting(answer, problem.answer, problem.question)
-
-    def judge(self, problem: Problem, text: str) -> Judged:
+    def judge(self, problem, text):
         """Exact number in the first line; the error of an answer without a number is that of saying 0, at
         least 1."""
         gold, number = int(problem.answer), parse_count(first_line(text))
-        error = max(gold, 1) if number is None else abs(number - gold)
         # An answer that cannot be read is not near to anything.
-        near = number is not None and error <= 1
-        return number, float(number == gold), {"mae": float(error), "within_one": float(near)}
+        if number is None:
+            return None, 0.0, {"mae": float(max(gold, 1)), "within_one": 0.0}
+        error = abs(number - gold)
+        return number, float(error == 0), {"mae": float(error), "within_one": float(error <= 1)}
 
 
 @task("colour_shape")
@@ -135,35 +123,35 @@ class ColourShape(SceneTask):
         {"kinds": ("leftmost_colour",), **SMALL, "max_objects": 3, "listed": "any order", "alone": True},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         scene, shown = self.scene(rng, heldout, knobs)
-        thing, kind = rng.choice(shown), rng.choice(tuple(knobs["kinds"]))
+        thing, kind = rng.choice(shown), rng.choice(knobs["kinds"])
         # "leftmost_colour": named by its place, not by a property.
         prefix, _, part = kind.rpartition("_")
-        asked = self._leftmost(scene, thing, part, knobs.get("alone")) if prefix else scene.ask(thing, kind)
+        asked = _leftmost(scene, thing, part, "alone" in knobs) if prefix else scene.ask(thing, kind)
         if asked is None:
             return None
 
         drawn = about(scene, *asked, asked[1], pair_key(thing.pair), kind)
-        if knobs.get("listed") == "any order":
+        if "listed" in knobs:
             # In the order of a sentence the first object would be the answer.
-            mixed = tuple(rng.sample(scene.objects, len(scene.objects)))
+            mixed = rng.sample(scene.objects, len(scene.objects))
             drawn = replace(drawn, description=replace(scene, objects=mixed).words())
         return drawn
 
-    @staticmethod
-    def _leftmost(scene: Scene, thing: Thing, part: str, alone: bool | None) -> Question | None:
-        """The question, or None where it would leave doubt."""
-        others = [other for other in scene.objects if other is not thing]
-        # Alone or level by a pixel, nothing is leftmost.
-        if not others or not all(other.box[0] > thing.box[0] + 1 for other in others):
-            return None
-        answer = getattr(thing, part)
-        # Otherwise a colour that is there twice would be right more often than it should.
-        if alone and any(getattr(other, part) == answer for other in others):
-            return None
-        return f"what {part.replace('colour', 'color')} is the leftmost object?", answer
+
+def _leftmost(scene: Scene, thing: Thing, part: str, alone: bool) -> Question | None:
+    """What the leftmost object's `part` is, or None where that would leave doubt."""
+    others = [other for other in scene.objects if other is not thing]
+    # Alone or level by a pixel, nothing is leftmost.
+    if not others or min(other.box[0] for other in others) <= thing.box[0] + 1:
+        return None
+    answer = getattr(thing, part)
+    # Otherwise a colour that is there twice would be right more often than it should.
+    if alone and any(getattr(other, part) == answer for other in others):
+        return None
+    return f"what {part.replace('colour', 'color')} is the leftmost object?", answer
 
 
 @task("relation")
@@ -178,7 +166,7 @@ class Relation(SceneTask):
         {"form": "which", **MEDIUM, "max_objects": 6},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         scene, shown = self.scene(rng, heldout, knobs)
         named = scene.unique()
@@ -193,29 +181,23 @@ class Relation(SceneTask):
         # The held-out one is named first or last.
         if rng.random() < 0.5:
             a, b = b, a
-        truth = relation(a, b)
-        if truth is None:
+        truths = relations(a, b)
+        if not truths:
             return None
 
+        question = f"is the {a.name} left of, right of, above or below the {b.name}?"
+        answer = truths[0]
         if knobs["form"] == "yes_no":
-            question, answer = ask_relation(rng, a, b, truth)
+            question, answer = ask_relation(rng, a, b, answer)
         # Two relations hold at once where the boxes are apart both ways: "left of" and "above".
-        elif apart(a, b, 0) and apart(a, b, 1):
+        elif len(truths) > 1:
             return None
-        else:
-            question = f"is the {a.name} left of, right of, above or below the {b.name}?"
-            answer = truth
         return about(scene, question, answer, answer, key, knobs["form"])
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """The words of the relation; "left" counts as "left of"."""
         gold = problem.answer
-        return max(rewards.words(answer, gold), rewards.words(answer, gold.removesuffix(" of")))
-
-
-def apart(a: Thing, b: Thing, axis: int) -> bool:
-    """Whether no column (axis 0) or no row (axis 1) meets both."""
-    return a.box[axis + 2] <= b.box[axis] or b.box[axis + 2] <= a.box[axis]
+        return rewards.words(answer, gold) or rewards.words(answer, gold.removesuffix(" of"))
 
 
 def _larger(scene: Scene, rng: Random) -> Question | None:

@@ -10,10 +10,9 @@ A row has a question (or problem, prompt) and an answer (or solution, target) th
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, TaskError, task
+from earlyfusion.data.tasks.problem import Problem, Task, TaskError, task
 from earlyfusion.data.tasks.scoring.answers import gsm8k_number
 from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends
 from earlyfusion.data.tasks.scoring.text import tame
@@ -35,8 +34,8 @@ class TextMath(Task):
     # Longer problems have more steps; there is no better measure at hand.
     levels = ({"longest": 160}, {"longest": 300}, {"longest": 4096})
 
-    def __init__(self, path: str | Path, *, fraction: float = Task.fraction) -> None:
-        self.path, self.fraction = Path(path), fraction
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
         if self.path.is_dir():
             train, test = self._rows(self.path / "train.jsonl"), self._rows(self.path / "test.jsonl")
             # A test problem that training has as well tests nothing.
@@ -69,7 +68,7 @@ class TextMath(Task):
         """By the file for a folder with two, by the hash of the text else."""
         return combination.removeprefix("text/") in self._sides[True]
 
-    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
+    def draw(self, rng, heldout, knobs):
         """See Task."""
         rows = list(self._sides[heldout].items())
         if not rows:
@@ -79,15 +78,14 @@ class TextMath(Task):
         # Drawn again, not cut: half a problem has no answer.
         if len(text) > knobs["longest"]:
             return None
-        return Drawn(ASK, None, text, value, f"#### {value}", f"text/{text}", "text")
+        return Problem(ASK, None, text, value, f"#### {value}", f"text/{text}", "text")
 
-    def reward(self, problem: Problem, response_text: str) -> float:
+    def reward(self, problem, response_text):
         """A worked answer may be long: only its end is read."""
         # Before `final_answer`, which takes a longer answer for none.
-        end = response_text[-MAX_CHARS:] if isinstance(response_text, str) else ""
-        return super().reward(problem, end)
+        return super().reward(problem, str(response_text)[-MAX_CHARS:])
 
-    def score(self, problem: Problem, answer: str) -> float:
+    def score(self, problem, answer):
         """The number of the last line, which ends with it where it is marked by "####": a worked answer may
         say anything before, nothing after."""
         last = tame(answer.splitlines()[-1])

@@ -11,12 +11,9 @@ be answered from those: it says whether timestamps are read); the words tell eve
 from __future__ import annotations
 
 import re
-from random import Random
 
 from earlyfusion.data.synth.clips import Clip
-from earlyfusion.data.synth.graph import Graph
-from earlyfusion.data.tasks.exam import Kind
-from earlyfusion.data.tasks.problem import MAX_SIDE, MIN_SIDE, Judged, Problem, Task, task
+from earlyfusion.data.tasks.problem import MAX_SIDE, MIN_SIDE, Kind, Task, task
 from earlyfusion.data.tasks.scoring.text import first_line, parse_count
 
 DISTANCE_TOLERANCE = 0.1
@@ -36,15 +33,15 @@ class VideoQa(Task):
     }
     video = True
 
-    def graph(self, rng: Random) -> Graph:
+    def graph(self, rng):
         """See Task."""
         # Five to eight frames at three rates: time must be read, it cannot be counted.
         frames, fps = rng.randint(5, 8), rng.choice((1.0, 2.0, 4.0))
         return Clip.make(rng, min_side=MIN_SIDE, max_side=MAX_SIDE, heldout=True, frames=frames, fps=fps)
 
-    def judge(self, problem: Problem, text: str) -> Judged:
+    def judge(self, problem, text):
         """By category."""
-        answer, category = first_line(text), problem.meta["category"]
+        answer, category = first_line(text), problem.category
         if category == "objects":
             # "two" is 2.
             count = parse_count(answer)

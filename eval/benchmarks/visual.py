@@ -186,7 +186,7 @@ class VisualTask(PictureTask):
         """The first `limit` of `n` questions; categories stand in turn."""
         for problem in self.task.exam(min(limit or self.count, self.count), self.options.seed):
             prompt = [problem.media(), Text(question_text(problem.question))]
-            category = problem.meta["category"]
+            category = problem.category
             yield Question(problem.key, prompt, problem.answer, category, meta={"problem": problem})
 
     def judged(self, question: Question, output: Any) -> Record:

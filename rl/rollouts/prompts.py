@@ -108,11 +108,10 @@ def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
 
 
 def tool_messages(problem: Problem, form: Form) -> list[Message]:
-    """System message and question of a prompt with tools. Raises TaskError for an unknown form.
+    """System message and question of a prompt with tools.
 
     The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
     """
-    problem.check_form(form)
     # A scene told in words still has a picture for the program, which may not look at it alone.
     picture = tool_picture(problem, form)
     shown: list[Segment] = []

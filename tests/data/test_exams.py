@@ -14,7 +14,7 @@ from earlyfusion.data.tasks.registry import make_task
 def exam(name, count, seed=0, category=None):
     """Problems of the exam, of one category."""
     found = make_task(name).exam(count, seed)
-    return [p for p in found if category in (None, p.meta["category"])]
+    return [p for p in found if category in (None, p.category)]
 
 
 def test_counting_is_balanced():

@@ -90,7 +90,7 @@ def test_400_problems_of_a_task(name):
         level = (number // 2) % len(task.levels)
         made = task.sample(number, ("train", "test")[number % 2], level)
         asked = [made.key, made.question, made.picture, made.description, made.answer, made.target]
-        return [*asked, made.meta["combination"], made.meta["category"]]
+        return [*asked, made.combination, made.category]
 
     assert fingerprint(map(content, range(400))) == PROBLEMS[name]
 
@@ -109,6 +109,6 @@ def test_400_questions_of_an_exam(name):
     def content(problem):
         media = problem.media()
         shown = media.image if hasattr(media, "image") else [media.frames, media.timestamps]
-        return [problem.question, problem.answer, problem.meta["category"], shown, problem.description]
+        return [problem.question, problem.answer, problem.category, shown, problem.description]
 
     assert fingerprint(map(content, make_task(name).exam(400, 0))) == QUESTIONS[name]

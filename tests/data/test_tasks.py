@@ -13,6 +13,7 @@ from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.synth.words import vocabulary
+from earlyfusion.data.tasks.maze import canonical, carve, door
 from earlyfusion.data.tasks.problem import Problem, TaskError
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.data.tasks.text_math import TextMath
@@ -112,8 +113,6 @@ def test_training_signs_hold_no_test_word():
 
 
 def test_turned_and_mirrored_mazes_are_one_combination():
-    from earlyfusion.data.tasks.maze import canonical, carve, door
-
     for seed in range(20):
         rng = random.Random(seed)
         rows, columns = rng.randint(2, 5), rng.randint(2, 5)
@@ -184,14 +183,14 @@ def test_counting_answers_are_balanced():
 
 def test_bad_arguments_are_one_line_errors():
     task = make_task("maze")
-    problem = task.sample(0)
+    problem, impossible = task.sample(0), make_task("maze")
+    impossible.levels = ({**task.levels[0], "least": 99},)
     cases = [
         (lambda: make_task("mase"), "did you mean 'maze'"),
         (lambda: make_task("maze", size=3), "options"),
         (lambda: task.sample(0, "validation"), "split"),
         (lambda: task.sample(0, "train", 9), "expected 0 to 3"),
-        (lambda: task.sample(0, "train", {"row": 4}), "did you mean 'rows'"),
-        (lambda: task.sample(0, "train", {"least": 99}), "widen the knobs"),
+        (lambda: impossible.sample(0), "widen the knobs"),
         (lambda: problem.prompt("image"), "prompt form"),
         (lambda: make_task("ocr").reward(problem, "x"), "asked to judge"),
     ]
@@ -201,12 +200,6 @@ def test_bad_arguments_are_one_line_errors():
         assert "\n" not in str(caught.value)
 
 
-def test_knobs_change_what_is_asked():
-    problem = make_task("maze").sample(0, "train", {"rows": 6, "columns": 2})
-    assert problem.description.startswith("maze of 6 rows and 2 columns")
-    assert make_task("maze").sample(0, "train", {}).meta["knobs"] == make_task("maze").levels[0]
-
-
 def test_any_jsonl_gives_word_problems(tmp_path):
     file = tmp_path / "sums.jsonl"
     rows = [
@@ -214,10 +207,10 @@ def test_any_jsonl_gives_word_problems(tmp_path):
         for i in range(1000)
     ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    task = TextMath(file, fraction=0.2)
+    task = TextMath(file)
     train = {task.sample(seed, "train").description for seed in range(300)}
     test = {task.sample(seed, "test").description for seed in range(300)}
-    assert not train & test and 100 < len(test) < 250
+    assert not train & test and 50 < len(test) < 250
     problem = task.sample(4, "test")
     assert isinstance(problem, Problem) and problem.prompt("picture") == problem.prompt("twin")
     double = int(problem.description.split()[2]) * 2

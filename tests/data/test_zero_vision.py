@@ -3,6 +3,7 @@ one."""
 
 import ast
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -16,7 +17,7 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.palette import COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.tool_tasks import CELL, FILE, Grid, grid_sizes, grid_task
+from earlyfusion.data.tool_tasks import CELL, FILE, GRID_KINDS, Grid, filled, grid_facts, grid_sizes
 
 TALKS = 300
 
@@ -50,20 +51,26 @@ def scene_truth(scene: Scene, task):
     ground = Scene(scene.width, scene.height, scene.background, ()).draw().getpixel((0, 0))
     shown = [(place, value != ground) for place, value in pixels.items()]
     grey = [(299 * r + 587 * g + 114 * b) / 1000 for r, g, b in pixels.values()]
-    match task.kind, task.facts:
-        case "crop", ((left, top, right, bottom),):
+    facts = task.facts
+    match task.kind:
+        case "crop":
+            left, top, right, bottom = facts["box"]
             return str(sum(on for (x, y), on in shown if left <= x < right and top <= y < bottom))
-        case "count", _:
+        case "count":
             return str(len(scene.objects))
-        case "measure", (thing,):
-            return f"{thing.box[2] - thing.box[0]} x {thing.box[3] - thing.box[1]}"
-        case "binarise", (level,):
-            return str(sum(value < level - 0.5 for value in grey))
-        case "colour", (thing,):
-            return thing.colour
-        case "compare", (one, other):
+        case "measure":
+            (box,) = [thing.box for thing in scene.objects if thing.colour == facts["colour"]]
+            return f"{box[2] - box[0]} x {box[3] - box[1]}"
+        case "binarise":
+            return str(sum(value < facts["level"] - 0.5 for value in grey))
+        case "colour":
+            (colour,) = [
+                t.colour for t in scene.objects if tuple(map(int, t.centre)) == (facts["x"], facts["y"])
+            ]
+            return colour
+        case "compare":
             values = list(pixels.values())
-            return larger(one, other, values.count(COLOURS[one]), values.count(COLOURS[other]))
+            return larger(*facts["names"], *(values.count(COLOURS[name]) for name in facts["names"]))
 
 
 def larger(one, other, p, q):
@@ -71,20 +78,20 @@ def larger(one, other, p, q):
 
 
 def grid_truth(grid: Grid, task):
-    rows = grid.values
+    rows, facts = grid.values, task.facts
     if task.kind == "crop":
-        top, bottom, left, right = task.facts
-        return str(sum(sum(row[left:right]) for row in rows[top:bottom]))
+        part = rows[facts["top"] : facts["bottom"]]
+        return str(sum(sum(row[facts["left"] : facts["right"]]) for row in part))
     if task.kind == "count":
-        return str(groups(grid.array > task.facts[0], [(0, 1), (1, 0), (0, -1), (-1, 0)]))
+        return str(groups(grid.array > facts["level"], [(0, 1), (1, 0), (0, -1), (-1, 0)]))
     if task.kind == "measure":
-        found = [(x, y) for y, row in enumerate(rows) for x, v in enumerate(row) if v > task.facts[0]]
+        found = [(x, y) for y, row in enumerate(rows) for x, v in enumerate(row) if v > facts["level"]]
         return " x ".join(str(max(axis) - min(axis) + 1) for axis in zip(*found))
     if task.kind == "binarise":
-        return str(sum(v > task.facts[0] for row in rows for v in row))
+        return str(sum(v > facts["level"] for row in rows for v in row))
     if task.kind == "value":
-        return str(rows[task.facts[0]][task.facts[1]])
-    half = task.facts[0]
+        return str(rows[facts["row"]][facts["column"]])
+    half = facts["half"]
     p, q = sum(sum(row[:half]) for row in rows), sum(sum(row[-half:]) for row in rows)
     return larger("left", "right", p, q)
 
@@ -96,8 +103,8 @@ def test_every_answer_is_true(arm, heldout):
         talk = arm.talk(number, heldout)
         for turn in talk.turns:
             truth = scene_truth if isinstance(talk.subject, Scene) else grid_truth
-            assert turn.answer == truth(talk.subject, turn.task), (number, turn)
-            seen[type(talk.subject).__name__, turn.task.kind] += 1
+            assert turn.answer == truth(talk.subject, turn), (number, turn)
+            seen[type(talk.subject).__name__, turn.kind] += 1
     kinds = {"crop", "count", "measure", "binarise", "compare"}
     assert set(seen) == {(s, k) for s in ("Scene", "Grid") for k in kinds} | {
         ("Scene", "colour"),
@@ -110,17 +117,17 @@ def test_every_recorded_output_is_what_the_program_gives_when_run_again(arm):
     for number in range(TALKS):
         talk = arm.talk(number)
         for turn in talk.turns:
-            assert run_own(turn.task.code, {FILE: talk.subject.draw()}) == turn.output
+            assert run_own(turn.code, {FILE: talk.subject.draw()}) == turn.output
         called = [m.calls[0].arguments["code"] for m in talk.messages if m.calls]
         told = [m.text for m in talk.messages if m.role == "tool"]
-        assert called == [t.task.code for t in talk.turns] and told == [t.output for t in talk.turns]
+        assert called == [t.code for t in talk.turns] and told == [t.output for t in talk.turns]
 
 
 def test_equal_halves_are_called_equal():
     same = Grid(((200, 10, 200, 10),) * 3)
-    task = grid_task(same, "compare", Random(0))
+    task = filled(GRID_KINDS, "compare", grid_facts(same, "compare", Random(0)))
     output = run_own(f"import numpy as np\na = np.array({list(same.values)})\n{task.code}", {})
-    assert output == "630 630\n'equal'" and task.answer_from(output) == "equal"
+    assert output == "630 630\n'equal'" and replace(task, output=output).answer == "equal"
 
 
 def test_numbers_describe_an_array_exactly():
@@ -136,7 +143,7 @@ def test_the_arms_hold_the_same_conversations():
     for number in range(80):
         a, b = zero.talk(number), shown.talk(number)
         assert a.subject == b.subject and [t.answer for t in a.turns] == [t.answer for t in b.turns]
-        assert all(q.task.question.endswith(p.task.question) for p, q in zip(a.turns, b.turns))
+        assert all(q.question.endswith(p.question) for p, q in zip(a.turns, b.turns))
         assert not any(isinstance(s, Image) for s in zero.get(number, 0).segments)
         assert sum(isinstance(s, Image) for s in shown.get(number, 0).segments) == 1
     assert not zero.config.has_pictures and shown.config.has_pictures
@@ -144,7 +151,7 @@ def test_the_arms_hold_the_same_conversations():
 
 def test_a_program_of_the_picture_arm_never_has_the_numbers_typed_in():
     shown = source("chat_scenes", arrays=1.0)
-    codes = [turn.task.code for number in range(60) for turn in shown.talk(number).turns]
+    codes = [turn.code for number in range(60) for turn in shown.talk(number).turns]
     assert all(FILE in code and "np.array([[" not in code for code in codes)
 
 
@@ -179,12 +186,9 @@ def test_only_the_assistant_is_learned_and_the_tools_words_are_masked(arm, token
         learned = tokenizer.decode(document.ids[document.loss_weights > 0].tolist())
         quiet = tokenizer.decode(document.ids[document.loss_weights == 0].tolist())
         for turn in talk.turns:
-            assert turn.task.code in learned and turn.task.plan in learned
+            assert turn.code in learned and turn.plan in learned
             assert f"<|open|>response<|sep|>{turn.answer}<|close|>response" in learned
-            assert (
-                f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet
-                and turn.task.question in quiet
-            )
+            assert f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet and turn.question in quiet
 
 
 def test_a_tool_turn_joins_what_was_printed_the_value_and_the_error():

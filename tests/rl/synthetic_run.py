@@ -51,7 +51,7 @@ def group(update, problem, form, texts):
         answers.append(about | {"advantage": score - fmean(scores)})
     answers[-1]["finish"] = "length"
     about = {"update": update, "form": form, "key": problem.key, "prompt": problem.question}
-    about |= {"label": f"{problem.task}/{problem.meta['difficulty']}/{form}", "target": problem.target}
+    about |= {"label": f"{problem.task}/{problem.key.split('/')[2]}/{form}", "target": problem.target}
     return about | {"answers": answers, "mean_score": fmean(scores), "image": shown(problem, form)}
 
 

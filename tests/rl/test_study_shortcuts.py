@@ -54,7 +54,7 @@ def test_words_that_hold_no_answer_have_no_rule(prompt):
 def test_the_list_from_left_to_right_gives_the_leftmost_away_and_the_mixed_list_does_not(seed):
     def rows(level: int) -> list[Measured]:
         problems = [make_task("colour_shape").sample(seed * 1000 + i, "test", level) for i in range(150)]
-        return [told(p.description, p.target, p.meta["category"]) for p in problems]
+        return [told(p.description, p.target, p.category) for p in problems]
 
     sorted_, mixed = shortcut(rows(2)), shortcut(rows(5))
     assert sorted_["rule"] == "first answer word of line 2" and sorted_["solves"] > 0.9

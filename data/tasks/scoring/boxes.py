@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from earlyfusion.data.tasks.scoring.text import tame
 
@@ -32,9 +31,7 @@ _FORMS = (
 )
 # One expression for all: what one form has taken no other reads again.
 _BOX = re.compile("|".join(_FORMS).replace("N", _NUMBER), re.IGNORECASE)
-_SHARES = re.compile(
-    r'"box01"\s*:\s*\[\s*N\s*,\s*N\s*,\s*N\s*,\s*N\s*\]'.replace("N", _NUMBER), re.IGNORECASE
-)
+_SHARES = re.compile(r'"box01"\s*:\s*\[\s*N\s*,\s*N\s*,\s*N\s*,\s*N\s*\]'.replace("N", _NUMBER))
 
 
 def parse_boxes(text: str, width: float, height: float, units: str = "pixels") -> list[Box]:
@@ -47,7 +44,7 @@ def parse_boxes(text: str, width: float, height: float, units: str = "pixels") -
     shares = list(_SHARES.finditer(text))
     found = []
     for match in shares or _BOX.finditer(text):
-        a, b, c, d = (float(part) for part in match.groups() if part is not None)
+        a, b, c, d = map(float, filter(None, match.groups()))
         x, y = (width, height) if shares or units == "relative" else (1.0, 1.0)
         # PaliGemma's tokens name y before x.
         if match[0].startswith("<"):
@@ -78,21 +75,9 @@ def iou(a: Box, b: Box) -> float:
 
 def grounding_scores(said: Box | None, gold: Box) -> dict[str, float]:
     """iou, acc@0.1 ... acc@0.9 and centre_in_box of one answer; all 0 for None (no box was said)."""
-    # Meets no box of a picture.
-    nowhere = (-1.0, -1.0, -1.0, -1.0)
-    x, y = centre(said or nowhere)
-    overlap = iou(said or nowhere, gold)
+    # What was not said lies where no picture is.
+    said = said or (-1.0, -1.0, -1.0, -1.0)
+    x, y = centre(said)
+    overlap = iou(said, gold)
     scores = {"iou": overlap, "centre_in_box": float(gold[0] <= x < gold[2] and gold[1] <= y < gold[3])}
     return {**scores, **{f"acc@{least}": float(overlap >= least) for least in IOU_THRESHOLDS}}
-
-
-def soft_f1(table: Sequence[Sequence[float]], said: int, gold: int) -> float:
-    """F1 with soft matches: 2 * sum over the best one-to-one matching of `table` / (things said + things in
-    gold). The grounding reward of the Kimi K2.5 report (section 4.4.2), softened.
-
-    table: weights in [0, 1] of every thing in gold (rows) with every thing said (columns).
-    """
-    from scipy.optimize import linear_sum_assignment  # slow to import, and only these rewards need it
-
-    rows, columns = linear_sum_assignment(table, maximize=True)
-    return 2 * sum(table[r][c] for r, c in zip(rows, columns)) / (said + gold)

@@ -30,9 +30,8 @@ from decimal import Decimal
 import numpy as np
 from numpy.typing import NDArray
 
-from earlyfusion.data.formats.grounding import parse_regions
 from earlyfusion.data.tasks.scoring.answers import normal_number
-from earlyfusion.data.tasks.scoring.boxes import Box, centre, iou, parse_boxes, soft_f1
+from earlyfusion.data.tasks.scoring.boxes import Box, centre, iou, parse_boxes
 from earlyfusion.data.tasks.scoring.text import normalise, parse_count, tame
 
 Point = tuple[float, float]
@@ -53,7 +52,10 @@ _CLOSING = " \n\t.,;:!?\"'`*$)]}>"
 """What may follow the last word of an answer."""
 _LABEL = re.compile(r',? ?"\w+" ?: ?"[^"]*"')
 """A field of words in the JSON form of places, wherever it stands."""
-_PAIR = re.compile(r"[\[(] ?([-+]?[\d.]{1,12}) ?[, ] ?([-+]?[\d.]{1,12}) ?[\])]")
+_N = r"([-+]?(?:\d+\.?\d*|\.\d+))"
+_PAIR = re.compile(rf"[\[(] ?{_N} ?[, ] ?{_N} ?[\])]")
+_SHARES = re.compile(rf'"point01" ?: ?\[ ?{_N} ?, ?{_N} ?\]')
+"""A point as training writes it, in shares of the sides."""
 
 
 def final_answer(text: str) -> str:
@@ -124,8 +126,9 @@ def counting(answer: str, gold: int, question: str = "") -> float:
         count = parse_count(word.replace(",", ""))
         if count is not None or not word.isalpha():  # a fraction counts as a number that is none
             found.add(count)
-    only = found.pop() if len(found) == 1 else None
-    return _closeness(only, gold) if ends(answer, question, spelled=True) else 0.0
+    if len(found) != 1 or not ends(answer, question, spelled=True):
+        return 0.0
+    return _closeness(found.pop(), gold)
 
 
 def value(answer: str, gold: float, question: str = "") -> float:
@@ -142,7 +145,7 @@ def number(answer: str, gold: int | float | str, question: str = "") -> float:
     return float(sole_number(answer) == Decimal(str(gold)) and ends(answer, question))
 
 
-def words(answer: str, gold: str) -> float:
+def words(answer: str, gold: str, question: str = "") -> float:
     """See the file's head."""
     return float(normalise(answer) == normalise(gold))
 
@@ -150,8 +153,8 @@ def words(answer: str, gold: str) -> float:
 # Places.
 
 
-def _within_reach(numbers: Sequence[float], size: Point) -> bool:
-    return all(math.isfinite(x) and abs(x) <= _REACH * max(size) for x in numbers)
+def _near(place: Sequence[float], size: Point) -> bool:
+    return max(map(abs, place)) <= _REACH * max(size)
 
 
 def _readable(answer: str, count: int) -> bool:
@@ -159,26 +162,28 @@ def _readable(answer: str, count: int) -> bool:
     # Labels are words of the form, not of the answer.
     bare = _LABEL.sub("", answer)
     kept = bare.rstrip(_CLOSING)
-    bracketed = any(c in bare for c in ")]>")
     # A list whose last bracket never came goes on.
-    closed = any(c in bare[len(kept) :] for c in ")]>")
-    return 0 < count <= MAX_ITEMS and kept[-1:].isdigit() and (closed or not bracketed)
+    brackets = set(")]>")
+    closed = brackets.isdisjoint(kept) or not brackets.isdisjoint(bare[len(kept) :])
+    return 0 < count <= MAX_ITEMS and kept[-1:].isdigit() and closed
 
 
 def _matched(
     answer: str, said: Sequence, gold: Sequence, size: Point, weight: Callable[[int, int], float]
 ) -> float:
-    """Soft F1 of places; weight(i, j) of gold i and said j. What is out of reach is still one place said."""
+    """F1 with soft matches over the best one-to-one matching; weight(i, j) of gold i and said j."""
+    from scipy.optimize import linear_sum_assignment  # slow to import, and only these rewards need it
+
     if not gold:
         return float(not said and normalise(answer) in _NONE)
     if not _readable(answer, len(said)):
         return 0.0
-    # Out of reach matches nothing and is counted all the same.
-    near = [_within_reach(place, size) for place in said]
-    table = []
-    for i in range(len(gold)):
-        table.append([weight(i, j) if near[j] else 0.0 for j in range(len(said))])
-    return soft_f1(table, len(said), len(gold))
+    # What is out of reach matches nothing and is one place said all the same.
+    table = np.zeros((len(gold), len(said)))
+    for i, j in np.ndindex(table.shape):
+        if _near(said[j], size):
+            table[i, j] = weight(i, j)
+    return 2 * float(table[linear_sum_assignment(table, maximize=True)].sum()) / sum(table.shape)
 
 
 def boxes(answer: str, gold: Sequence[Box], size: Point, units: str = "pixels") -> float:
@@ -188,51 +193,35 @@ def boxes(answer: str, gold: Sequence[Box], size: Point, units: str = "pixels") 
 
 
 def points(answer: str, gold: Sequence[Point], sigmas: Sequence[float], size: Point) -> float:
-    """See the file's head. sigmas: one for every gold point, in pixels."""
-    said = parse_points(answer, size)
+    """See the file's head. Said: points as training writes them, else pairs "[x, y]"; and the centres of
+    boxes. sigmas: one for every gold point, in pixels."""
+    text = tame(answer)
+    said = [(float(x) * size[0], float(y) * size[1]) for x, y in _SHARES.findall(text)] or pairs(text)
+    # Two points in a row would be read as the corners of one box, so pairs are taken out first.
+    said += map(centre, parse_boxes(_PAIR.sub(";", text), *size))
 
     def weight(i: int, j: int) -> float:
-        squared = (gold[i][0] - said[j][0]) ** 2 + (gold[i][1] - said[j][1]) ** 2
-        return math.exp(-squared / (2 * sigmas[i] * sigmas[i]))
+        return math.exp(-(math.dist(gold[i], said[j]) ** 2) / (2 * sigmas[i] ** 2))
 
     return _matched(answer, said, gold, size, weight)
 
 
-def parse_points(answer: str, size: Point) -> list[Point]:
-    """All points in pixels: the regions of data/formats/grounding.py, else pairs "[x, y]" and the centres of
-    boxes."""
-    text = tame(answer)
-    whole = max(1, round(size[0])), max(1, round(size[1]))
-    found = []
-    for region in parse_regions(text):
-        place = region.to_region(whole, whole)
-        found.append(place.point or centre(place.box or (0, 0, 0, 0)))
-    if found:
-        return found
-    # Two points in a row would be read as the corners of one box, so pairs are taken out first.
-    return _pairs(text) + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), *size)]
-
-
-def _pairs(text: str) -> list[Point]:
-    found = []
-    for left, right in _PAIR.findall(text):
-        try:
-            found.append((float(left), float(right)))
-        except ValueError:  # "1.2.3"
-            continue
-    return found
+def pairs(text: str) -> list[Point]:
+    """Every "[x, y]" or "(x y)" of a tame text."""
+    return [(float(x), float(y)) for x, y in _PAIR.findall(text)]
 
 
 def polygon(answer: str, gold: Sequence[Point], size: tuple[int, int]) -> float:
     """See the file's head. Said: corners "[x, y]" in order, or one flat list of numbers."""
     text = tame(answer)
-    corners = _pairs(text)
+    corners = pairs(text)
     # Corners without brackets: x and y in turn.
     numbers = [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
     if not corners and len(numbers) % 2 == 0:
         corners = list(zip(numbers[::2], numbers[1::2]))
-    far = not all(_within_reach(point, size) for point in corners)
-    if far or len(corners) < 3 or not _readable(answer, len(corners)):
+    if len(corners) < 3 or not _readable(answer, len(corners)):
+        return 0.0
+    if not all(_near(point, size) for point in corners):
         return 0.0
     return mask_iou(mask(corners, *size), mask(gold, *size))
 
