@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from earlyfusion.kernels.errors import UserError, one_line
@@ -50,7 +50,7 @@ REASONS = (
 
 
 @contextmanager
-def one_sample(where: Callable[[], str]) -> Iterator[None]:
+def one_sample(where: str) -> Iterator[None]:
     """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it
     has its own.
 
@@ -63,7 +63,7 @@ def one_sample(where: Callable[[], str]) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise BadSample(f"{where()}: {type(error).__name__}: {one_line(error)}", "unexpected") from error
+        raise BadSample(f"{where}: {type(error).__name__}: {one_line(error)}", "unexpected") from error
 
 
 def told(reasons: Counter[str]) -> str:

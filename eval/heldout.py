@@ -153,7 +153,7 @@ def heldout_batches(
         used = 0
         for number, get in enumerate(samples):
             try:
-                with one_sample(lambda: f"held-out sample {number}"):  # noqa: B023 (called in this turn)
+                with one_sample(f"held-out sample {number}"):
                     sample = get()
                     document = encode(sample, tokenizer, model.config.vision, decode=room.decode)
                 if room.overlong == "skip":

@@ -11,7 +11,7 @@ exact.
       |                           shares (mixture.py), a pool of pieces to choose from   as references
     pack          pack.py         the pieces that fill `tokens` positions best,                 nothing
       |  PackedBatch              side by side, each its own segment
-    feed          prefetch.py     the lanes of a rank ahead of time, by nobody, a        the state travels
+    Feed          loader.py       the lanes of a rank ahead of time, by nobody, a        the state travels
       |  Step                     thread or processes: the same steps in any case        with the batch
     Loader        loader.py       one step at a time; merges, checks and restores        the lanes' states,
                                   states; counts what came out (stats.py)                what they belong to

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 from earlyfusion.data.config import DataConfig
@@ -27,7 +27,6 @@ from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.loading.pack import PackedBatch, Size, assemble, choose
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.errors import one_line
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 
@@ -38,8 +37,8 @@ _MARGIN = 1.1
 _MOST_IN_A_ROW = 100_000
 """Bad samples after which a source is given up, however many more its index claims to hold."""
 COUNTS = ("tokens", "media_tokens", "vision_tokens", "documents", "skipped", "positions")
-"""Tokens delivered, of which image features, of which in documents with a picture, and documents read, all by
-source; samples left out, by reason; positions of the micro-batches."""
+"""Counted: tokens delivered, of which image features, of which in documents with a picture, and documents
+read, all by source; samples left out, by reason; positions of the micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class Spec:
         vision, decode = self.vision, self.data.decode
         # Whatever changes the tokens of a document or the order they come in.
         facts: dict[str, Any] = {
+            "version": 4,
             "seed": self.data.seed,
             "lookahead": self.data.lookahead,
             **asdict(self.geometry),
@@ -123,19 +123,17 @@ class Watch(ctypes.Structure):
     A line in fixed memory: ordinary, or shared (`multiprocessing.RawValue(Watch)`).
     """
 
-    _fields_ = (("count", ctypes.c_uint64), ("line", ctypes.c_char * 512))
+    _fields_ = (("line", ctypes.c_char * 512),)
 
     def note(self, text: str) -> None:
-        """Replace the line (cut at 512 bytes) and count the change: a worker whose count stands still is
-        stuck, or has nothing to do."""
+        """Replace the line (cut at 512 bytes): a worker whose line stands still is stuck."""
         # ctypes refuses more than the field holds.
         self.line = text.encode("utf-8", "replace")[:512]
-        self.count += 1
 
     @property
     def text(self) -> str:
-        """The line; "starting" before the first note."""
-        return bytes(self.line).decode("utf-8", "replace") or "starting"
+        """The line; "" before the first note."""
+        return bytes(self.line).decode("utf-8", "replace")
 
 
 @lru_cache(maxsize=64)
@@ -156,55 +154,51 @@ class Stream:
         """Samples left out and not yet taken for the log."""
         self._document: Encoded | None = None
 
-    def _number(self) -> int:
-        return self.lane + self.spec.geometry.lanes * self.cursor
-
-    def where(self) -> tuple[int, int]:
-        """(epoch, index) of the current document."""
-        size = len(self.source)
-        epoch, position = divmod(self._number(), size)
+    def where(self) -> tuple[int, int] | None:
+        """(epoch, index) of the current document; None when the source has reached its `max_epochs`."""
+        number = self.lane + self.spec.geometry.lanes * self.cursor
+        epoch, position = divmod(number, len(self.source))
+        limit = self.source.config.max_epochs
+        if limit is not None and epoch >= limit:
+            return None
         # Kept between calls: its keys cost a few hashes.
-        order = _order(size, self.spec.data.seed, self.spec.geometry.stage, self.source.name, epoch)
+        order = _order(
+            len(self.source), self.spec.data.seed, self.spec.geometry.stage, self.source.name, epoch
+        )
         return epoch, order[position]
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the source has reached its `max_epochs` for this lane."""
-        limit = self.source.config.max_epochs
-        return limit is not None and self._number() >= limit * len(self.source)
-
-    def _described(self, index: int) -> str:
-        return " ".join(["source", repr(self.source.name), *self.source.locate(index)])
-
     def encoded(self, epoch: int, index: int) -> Encoded:
-        """The whole document; raises BadSample."""
-        # Before anything is touched: a decoder may end the process here.
-        self.watch.note(f"reading {self._described(index)}, sample {index} of epoch {epoch}")
-        sample = self.source.get(index, epoch)
-        self.watch.note(
-            f"encoding source {self.source.name!r}, sample {index} of epoch {epoch}, {sample.key}"
-        )
-        return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
+        """The whole document; raises BadSample, also for what nobody thought of."""
+        source, number = f"source {self.source.name!r}", f"sample {index} of epoch {epoch}"
+        where = " ".join([source, *self.source.locate(index)])
+        with one_sample(where):
+            # Before anything is touched: a decoder may end the process here.
+            self.watch.note(f"reading {where}, {number}")
+            sample = self.source.get(index, epoch)
+            self.watch.note(f"encoding {source}, {number}, {sample.key}")
+            return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
 
     def next_piece(self) -> tuple[Reference, Encoded] | None:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
         configured."""
         # Counted in a row: one good sample shows that the source can still give.
         failures = 0
-        while not self.exhausted:
-            epoch, index = self.where()
+        while (place := self.where()) is not None:
             try:
-                with one_sample(partial(self._described, index)):
-                    document = self._document or self.encoded(epoch, index)
-                    stop = self._cut(document)
+                document = self._document or self.encoded(*place)
+                stop = self._cut(document)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
                     raise
                 failures += 1
-                self._skip(error, epoch, index, failures)
+                self._skip(error, *place)
+                if failures > max(100, min(len(self.source), _MOST_IN_A_ROW)):
+                    raise DataError(
+                        f"source {self.source.name!r}: {failures} samples in a row cannot be used; last:"
+                        f" {error}"
+                    ) from None
                 continue
 
-            # The mean length of documents tells how many to pass over for a skip.
             start = self.start
             if start == 0:
                 self.documents += 1
@@ -213,31 +207,27 @@ class Stream:
                 self._move(1)
             else:
                 self.start, self._document = stop, document
-            return (self.source.name, epoch, index, start, stop), document.piece(start, stop)
+            return (self.source.name, *place, start, stop), document.piece(start, stop)
         return None
 
     def _cut(self, document: Encoded) -> int:
         geometry = self.spec.geometry
         if self.spec.data.overlong == "skip":
             refuse_longer(document, geometry.length)
-        ends_line, cost = self.spec.tokenizer.ends_line, self.spec.cost
         # A picture that no batch can hold is refused by the cut.
         limits = (geometry.length, geometry.max_patches)
-        return next_cut(document, self.start, *limits, ends_line, cost, geometry.max_cost)
+        cost = (self.spec.cost, geometry.max_cost)
+        return next_cut(document, self.start, *limits, self.spec.tokenizer.ends_line, *cost)
 
     def _move(self, documents: int) -> None:
         self.cursor, self.start, self._document = self.cursor + documents, 0, None
 
-    def _skip(self, error: BadSample, epoch: int, index: int, failures: int) -> None:
+    def _skip(self, error: BadSample, epoch: int, index: int) -> None:
         # Where it lies is asked only now: for shards it may read an index.
         shard, key = self.source.locate(index)
         entry = {"source": self.source.name, "shard": shard, "key": key, "epoch": epoch, "index": index}
         self.skipped.append({**entry, "reason": error.reason, "message": str(error)})
         self._move(1)
-        if failures > max(100, min(len(self.source), _MOST_IN_A_ROW)):
-            raise DataError(
-                f"source {self.source.name!r}: {failures} samples in a row cannot be used; last: {error}"
-            )
 
     def pass_over(self, tokens: float) -> None:
         """Move on, unread, by as many documents as hold `tokens` by the mean of those read, and a tenth more,
@@ -255,7 +245,6 @@ class Stream:
         """Continue where `state_dict` was taken; the current document is encoded again when it is needed."""
         for name, value in state.items():
             setattr(self, name, value)
-        self.skipped, self._document = [], None
 
 
 @dataclass(slots=True)
@@ -268,9 +257,19 @@ class Held:
 
 
 class Lane:
-    """Micro-batches of lane `index`; see the head of this file. `watch` tells what is being read."""
+    """Micro-batches of lane `index`, from `state` on (None: the beginning); see the head of this file.
 
-    def __init__(self, spec: Spec, sources: Mapping[str, Source], index: int, watch: Watch) -> None:
+    `watch` tells what is being read.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        sources: Mapping[str, Source],
+        index: int,
+        watch: Watch,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         self.spec, self.index, self.watch = spec, index, watch
         # Every lane has cursors of its own: the ranks share nothing.
         self.streams = {name: Stream(source, spec, index, watch) for name, source in sources.items()}
@@ -281,37 +280,29 @@ class Lane:
         self.skips: list[list[int]] = []
         """Ranges of steps still to be left out, [first, end)."""
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
-        self.last_skipped = ""
-        """Message of the last sample left out."""
         self._pool: list[Held] = []
-        # Pieces of one document of a restored pool are often wanted one after the other.
-        self._whole = lru_cache(maxsize=8)(self._encoded)
+        if state is None:
+            return
 
-    def _encoded(self, name: str, epoch: int, index: int) -> Encoded:
-        return self.streams[name].encoded(epoch, index)
+        # Nothing is read here: pieces of the pool come back one by one, as they are packed.
+        self.steps, self.skips = state["steps"], [list(span) for span in state["skips"]]
+        self.counts = {name: Counter(counts) for name, counts in state["counts"].items()}
+        self._pool = [Held(tuple(row[:5]), Size(*row[5:])) for row in state["pool"]]
+        self.blend.load_state_dict(state["mixture"])
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state["streams"][name])
 
-    def _refill(self) -> None:
-        tokens = self.spec.geometry.tokens
-        # Sources that end here are asked no more in this round.
-        held = self._pool_tokens()
-        available = {name for name, stream in self.streams.items() if not stream.exhausted}
-        while held < self.spec.data.lookahead * tokens:
-            # By the schedule of the step in which the piece will be packed, not of this one.
-            name = self.blend.pick(available, self.steps + held / tokens)
-            if name is None:
-                return
-            found = self.streams[name].next_piece()
-            if found is None:
-                available.discard(name)
-                continue
-            reference, piece = found
-            size = Size(len(piece), piece.num_patches, self.spec.cost.of(piece.grids))
-            self._pool.append(Held(reference, size, piece))
-            self.blend.add(name, len(piece), bool(piece.grids))
-            held += len(piece)
-
-    def _pool_tokens(self) -> int:
-        return sum(held.size.tokens for held in self._pool)
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next batch depends on, as JSON types."""
+        return {
+            "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "mixture": self.blend.state_dict(),
+            # References and sizes: enough to choose from without reading a sample.
+            "pool": [[*held.reference, *held.size] for held in self._pool],
+            "counts": {name: dict(counts) for name, counts in self.counts.items()},
+            "steps": self.steps,
+            "skips": [list(span) for span in self.skips],
+        }
 
     def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
         """The next micro-batch, and the samples left out on the way (stats.py); raises DataExhausted when
@@ -322,26 +313,15 @@ class Lane:
         skipped = self._take_skipped()
         if not self._pool:
             lost = self.counts["skipped"]
-            why = f" ({lost.total()} samples left out: {told(lost)}; last: {one_line(self.last_skipped)})"
             raise DataExhausted(
                 "every source has reached its max_epochs; raise max_epochs or lower the number of steps"
-                + why * bool(lost)
+                f" ({lost.total()} samples left out: {told(lost) or 'none'})"
             )
-
-        # With several lanes a step waits for the one with the most vision work: each keeps to its pool's
-        # density.
-        geometry, sizes, aim = self.spec.geometry, [held.size for held in self._pool], None
-        if geometry.lanes > 1:
-            costs = sum(size.cost for size in sizes)
-            aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
-        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
-        documents = [self._piece(self._pool[i]) for i in chosen]
-        # From the end, so that the places of the others stay.
-        for i in reversed(chosen):
-            del self._pool[i]
+        documents = self._choose()
         self.steps += 1
 
         # Counted as they go out, so that the counts are those of the checkpoint's step.
+        geometry = self.spec.geometry
         self.counts["positions"]["all"] += geometry.tokens
         for document in documents:
             self.counts["tokens"][document.source] += len(document)
@@ -362,6 +342,46 @@ class Lane:
         )
         return batch, skipped
 
+    def _refill(self) -> None:
+        tokens = self.spec.geometry.tokens
+        # Sources that end here are asked no more in this round.
+        held, available = self._pool_tokens(), set(self.streams)
+        while held < self.spec.data.lookahead * tokens:
+            # By the schedule of the step in which the piece will be packed, not of this one.
+            name = self.blend.pick(available, self.steps + held / tokens)
+            if name is None:
+                return
+            found = self.streams[name].next_piece()
+            if found is None:
+                available.discard(name)
+                continue
+            reference, piece = found
+            size = Size(len(piece), piece.num_patches, self.spec.cost.of(piece.grids))
+            self._pool.append(Held(reference, size, piece))
+            self.blend.add(name, len(piece), bool(piece.grids))
+            held += len(piece)
+
+    def _pool_tokens(self) -> int:
+        return sum(held.size.tokens for held in self._pool)
+
+    def _choose(self) -> list[Encoded]:
+        """The pieces of the next micro-batch, taken out of the pool."""
+        # With several lanes a step waits for the one with the most vision work: each keeps to its pool's
+        # density.
+        geometry, sizes, aim = self.spec.geometry, [held.size for held in self._pool], None
+        if geometry.lanes > 1:
+            costs = sum(size.cost for size in sizes)
+            aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
+        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
+
+        # From the end, so that the places of the others stay.
+        documents = []
+        for held in [self._pool.pop(i) for i in reversed(chosen)]:
+            name, epoch, index, start, stop = held.reference
+            # After a resume its document is read again now.
+            documents.append(held.piece or self.streams[name].encoded(epoch, index).piece(start, stop))
+        return documents[::-1]
+
     def _take_skipped(self) -> list[dict[str, Any]]:
         """Samples left out since the last step, counted and with their place in the run."""
         entries = []
@@ -370,26 +390,14 @@ class Lane:
             entries += [{**place, **entry} for entry in stream.skipped]
             stream.skipped = []
         # Counted here and not in the stream, so that the counts belong to the step.
-        for entry in entries:
-            self.counts["skipped"][entry["reason"]] += 1
-            self.last_skipped = entry["message"]
+        self.counts["skipped"].update(entry["reason"] for entry in entries)
         return entries
-
-    def _piece(self, held: Held) -> Encoded:
-        """The piece itself; after a resume its document is read again now."""
-        if held.piece is not None:
-            return held.piece
-        name, epoch, index, start, stop = held.reference
-        return self._whole(name, epoch, index).piece(start, stop)
 
     def _leave_out(self) -> None:
         """Pass over the ranges of `skips` that begin here: the pool goes, and every cursor moves on
         unread."""
         while self.skips and self.skips[0][0] <= self.steps:
-            _, end = self.skips.pop(0)
-            count = end - self.steps
-            if count <= 0:
-                continue
+            count = self.skips.pop(0)[1] - self.steps
             # Shares as they came out so far; before anything came out nothing can be told, and only the pool
             # goes.
             given = self.counts["tokens"]
@@ -398,29 +406,6 @@ class Lane:
                 stream.pass_over(count * self.spec.geometry.tokens * share)
             self._pool = []
             self.steps += count
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next batch depends on, as JSON types."""
-        return {
-            "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
-            "mixture": self.blend.state_dict(),
-            # References and sizes: enough to choose from without reading a sample.
-            "pool": [[*held.reference, *held.size] for held in self._pool],
-            "counts": {name: dict(counts) for name, counts in self.counts.items()},
-            "last_skipped": self.last_skipped,
-            "steps": self.steps,
-            "skips": [list(span) for span in self.skips],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; reads no sample."""
-        for name, stream in self.streams.items():
-            stream.load_state_dict(state["streams"][name])
-        self.blend.load_state_dict(state["mixture"])
-        self._pool = [Held(tuple(row[:5]), Size(*row[5:])) for row in state["pool"]]
-        self.counts = {name: Counter(counts) for name, counts in state["counts"].items()}
-        self.last_skipped, self.steps = state["last_skipped"], state["steps"]
-        self.skips = [list(span) for span in state["skips"]]
 
 
 def add_skip(state: dict[str, Any], first: int, end: int) -> None:
@@ -434,20 +419,3 @@ def add_skip(state: dict[str, Any], first: int, end: int) -> None:
             spans.append([a, b])
     # What lies behind stays as it was.
     state["skips"] = [span for span in spans if span[1] > state["steps"]]
-
-
-def build_lanes(
-    spec: Spec,
-    sources: Mapping[str, Source],
-    states: Mapping[int, Mapping[str, Any] | None],
-    watch: Watch | None = None,
-) -> list[Lane]:
-    """Lanes by index, each at its state (None: at the beginning)."""
-    lanes = []
-    for index, state in states.items():
-        # Lanes of one worker share a watch: it does one thing at a time.
-        lane = Lane(spec, sources, index, watch or Watch())
-        if state is not None:
-            lane.load_state_dict(state)
-        lanes.append(lane)
-    return lanes

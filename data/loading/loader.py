@@ -8,26 +8,225 @@
         state = loader.state_dict()           # after exactly this step, however far the prefetch has run
 
 A stage with another length, batch size or number of lanes is a new Loader with the next `stage` number.
+
+Who prepares the next steps (`data.prefetch`): the caller itself, a thread, or processes. All give the same
+steps in the same order. The state of each lane travels with its batch, so what a checkpoint saves is what was
+consumed, however far ahead the preparation has run. A worker that dies or stands still is told with the
+sample it held; nobody waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import fcntl
+import io
+import multiprocessing
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.lane import Geometry, Spec, add_skip, build_lanes
+from earlyfusion.data.loading.lane import Geometry, Lane, Spec, Watch, add_skip
 from earlyfusion.data.loading.mixture import Schedule
 from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.data.loading.prefetch import Feed, open_feed
 from earlyfusion.data.loading.stats import append_skipped, check_skipped, total
+from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
-_VERSION = 3
+STALL_S = 600.0
+"""Seconds that a preparation may spend on one sample before the run stops and names it."""
+_POLL_S = 0.2
+_PIPE_BYTES, _SET_PIPE_SIZE = 1 << 20, 1031
+"""1 MiB in place of 64 KiB; F_SETPIPE_SZ of Linux."""
+
+States = Mapping[int, Mapping[str, Any] | None]
+
+
+class Step(NamedTuple):
+    """One optimizer step of some lanes."""
+
+    batches: dict[int, PackedBatch]
+    states: dict[int, dict[str, Any]]
+    """Lane -> its state after the batch."""
+    skipped: list[dict[str, Any]]
+    """Samples left out while the step was prepared (stats.py)."""
+
+
+def prepare(lanes: Sequence[Lane]) -> Step:
+    """One step, prepared here and now."""
+    # States are taken right after the batch: they say where its lane stands then.
+    step = Step({}, {}, [])
+    for lane in lanes:
+        step.batches[lane.index], skipped = lane.next_batch()
+        step.states[lane.index] = lane.state_dict()
+        step.skipped.extend(skipped)
+    return step
+
+
+def build_lanes(spec: Spec, sources: Mapping[str, Source], states: States, watch: Watch) -> list[Lane]:
+    """Lanes by index, each at its state."""
+    # Lanes of one worker share a watch: it does one thing at a time.
+    return [Lane(spec, sources, index, watch, state) for index, state in states.items()]
+
+
+class Feed:
+    """The steps that `make` gives, `depth` of them kept ready by a thread; made when asked for if that is 0.
+
+    `process`: who prepares them, if `make` only receives them.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Step], watch: Watch, depth: int, process: Any = None
+    ) -> None:
+        self.name, self.watch, self.process = name, watch, process
+        self._make, self._depth, self._stopped = make, depth, False
+        # Bounded: steps in advance hold their pictures in memory.
+        self._free, self._ready = threading.Semaphore(depth), queue.SimpleQueue[Step | BaseException]()
+        self._error: BaseException | None = None
+        # A daemon: one that is stuck in a sample must not keep the program from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        if depth:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._ready.put(self._make())
+                self._free.acquire()
+        except BaseException as error:
+            self._ready.put(error)
+
+    def get(self) -> Step:
+        """The next step; raises what its preparation raised, now and ever after."""
+        if not self._depth:
+            return self._make()
+        # An error is final: what comes after it would not be the next step.
+        if self._error is None:
+            made = self._wait()
+            if isinstance(made, Step):
+                self._free.release()
+                return made
+            self._error = made
+            # The pipe of a process ends with it, also in the middle of a step.
+            if self.process is not None and isinstance(made, EOFError | OSError):
+                self.process.join(timeout=5)
+                self._error = DataError(
+                    f"data process {self.name} ended with code {self.process.exitcode} (killed, or out of"
+                    f" memory?) while {self.watch.text or 'starting'}; resume from the last checkpoint, or"
+                    " set data.prefetch = 'thread'"
+                )
+        raise self._error
+
+    def _wait(self) -> Step | BaseException:
+        line, since = self.watch.text, time.monotonic()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_POLL_S)
+            if self.watch.text != line:
+                line, since = self.watch.text, time.monotonic()
+            # Building the sources, before the first sample, may take any time.
+            elif line and time.monotonic() - since > STALL_S:
+                return DataError(
+                    f"{self.name} has not moved for {STALL_S:g} s; it was {line}. Take that sample out"
+                )
+
+    def close(self) -> None:
+        """Stop after the sample in hand and drop what is ready; a thread stuck in one is left to die with the
+        process."""
+        self._stopped = True
+        self._free.release()
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+        if self._depth and (self._error is None or self.process is not None):
+            self._thread.join()
+
+
+def open_feeds(spec: Spec, sources: Mapping[str, Source], states: States) -> list[Feed]:
+    """What `data.prefetch` asks for, going on from the states of the lanes; every feed has its part of each
+    step."""
+    data, watch = spec.data, Watch()
+    if data.prefetch != "process":
+        # One thread, however many lanes: they share the interpreter's lock anyway.
+        make = partial(prepare, build_lanes(spec, sources, states, watch))
+        depth = data.prefetch_steps if data.prefetch == "thread" else 0
+        return [Feed("earlyfusion-data", make, watch, depth)]
+
+    # Started afresh (spawn): a fork would carry the threads' locks of torch and of the decoders along.
+    context = multiprocessing.get_context("spawn")
+    count = min(data.workers, len(states))
+    feeds = []
+    for number in range(count):
+        # Each worker has whole lanes, so their number changes nothing that is delivered.
+        own = {lane: states[lane] for lane in list(states)[number::count]}
+        watch = context.RawValue(Watch)
+        reader, writer = context.Pipe(duplex=False)
+        # A pipe of the size of a step, where the system knows how.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(reader.fileno(), _SET_PIPE_SIZE, _PIPE_BYTES)
+        name = f"earlyfusion-data-{number}"
+        process = context.Process(target=_work, args=(spec, own, writer, watch), name=name, daemon=True)
+        process.start()
+        writer.close()  # else the pipe would outlive its worker, and a read would wait for ever
+        feeds.append(Feed(name, partial(receive, reader), watch, data.prefetch_steps, process))
+    return feeds
+
+
+def _work(spec: Spec, states: States, writer: Connection, watch: Watch) -> None:
+    """Body of a data process: prepare steps until nobody reads them any more."""
+    # The parent decides when to stop; it may still need a batch.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Workers are parallel already; more threads would take the training's cores.
+    torch.set_num_threads(1)
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            lanes = build_lanes(spec, spec.build_sources(), states, watch)
+            while True:
+                send(writer, prepare(lanes))
+        except (DataError, BrokenPipeError) as error:
+            send(writer, error)
+        # Its text: other errors may not survive pickling, and an OSError would be taken for the pipe's.
+        except BaseException as error:
+            send(writer, DataError(f"{type(error).__name__}: {error}"))
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors go as NumPy arrays: torch's own way through shared memory would leave files behind when a
+    worker is killed, and a pipe goes with its ends."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return torch.from_numpy, (item.detach().contiguous().numpy(),)
+        return NotImplemented
+
+
+def send(connection: Connection, item: Any) -> None:
+    """Write `item` (CPU tensors inside); raises BrokenPipeError when nobody reads any more."""
+    packed = io.BytesIO()
+    _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(item)
+    connection.send_bytes(packed.getbuffer())
+
+
+def receive(connection: Connection) -> Any:
+    """Read one item of `send`; raises the item where it is an error, and EOFError or OSError when the writer
+    is gone, also in the middle of an item."""
+    item = pickle.loads(connection.recv_bytes())
+    if isinstance(item, BaseException):
+        raise item
+    return item
 
 
 class Loader:
@@ -78,12 +277,11 @@ class Loader:
         self.log = log
         # Taken once: fingerprints of sources may read a file list.
         self._identity = self.spec.identity(self.sources)
-        self._feed: Feed | None = None
+        self._feeds: list[Feed] = []
         self._states: dict[int, dict[str, Any]] = {}
-        owned = range(rank, geometry.lanes, world_size)
         # Built to see their states, and to refuse impossible shares before the run.
-        for lane in build_lanes(self.spec, self.sources, dict.fromkeys(owned)):
-            self._states[lane.index] = lane.state_dict()
+        for index in range(rank, geometry.lanes, world_size):
+            self._states[index] = Lane(self.spec, self.sources, index, Watch()).state_dict()
 
     @property
     def step(self) -> int:
@@ -96,24 +294,28 @@ class Loader:
         Raises BadSample (on_bad_sample = "raise") or DataExhausted at the step that meets it, and DataError
         when too many samples are bad or a worker has died.
         """
-        if self._feed is None:
+        if not self._feeds:
             # Not before the first step: a resume loads states first, and processes cost memory.
-            self._feed = open_feed(self.spec, self.sources, self._states)
-        step = self._feed.get()
-        self._states = {lane: step.states[lane] for lane in self._states}
+            self._feeds = open_feeds(self.spec, self.sources, self._states)
+        batches: dict[int, PackedBatch] = {}
+        skipped: list[dict[str, Any]] = []
+        for step in [feed.get() for feed in self._feeds]:
+            batches |= step.batches
+            self._states |= step.states
+            skipped += step.skipped
         # Written here and not where it is prepared: what was never consumed is no loss.
-        if step.skipped:
+        if skipped:
             if self.log is not None:
-                append_skipped(self.log, step.skipped)
-            last = step.skipped[-1]["message"]
+                append_skipped(self.log, skipped)
+            last = skipped[-1]["message"]
             check_skipped(total(self._states.values()), self.spec.data.max_bad_share, last)
-        return [step.batches[lane] for lane in self._states]
+        return [batches[lane] for lane in self._states]
 
     def close(self) -> None:
         """Stop the prefetch. The loader can go on afterwards: the next step starts it again."""
-        if self._feed is not None:
-            self._feed.close()
-            self._feed = None
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
 
     def __enter__(self) -> Loader:
         return self
@@ -139,7 +341,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's lanes stand after the last `next_step`, as JSON types; a few kB for each lane."""
         lanes = {str(lane): deepcopy(state) for lane, state in self._states.items()}
-        return {"version": _VERSION, "identity": self._identity, "lanes": lanes}
+        return {"identity": self._identity, "lanes": lanes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, bit for bit.
@@ -147,15 +349,10 @@ class Loader:
         On another number of ranks, give the merged states of all (`merge_states`). Raises DataError, naming
         each difference, when sources, seed, lanes, tokenizer or shapes are not those of the state.
         """
-        # A state is short-lived: no reader of older ones is kept.
-        if state.get("version") != _VERSION:
-            raise DataError(
-                f"data state of version {state.get('version')!r}, expected {_VERSION}; start a new run"
-            )
         # All differences at once: finding them one by one takes a start each.
-        changes = []
-        for key in sorted(state["identity"].keys() | self._identity.keys()):
-            was, now = state["identity"].get(key), self._identity.get(key)
+        before, changes = state["identity"], []
+        for key in sorted(before.keys() | self._identity.keys()):
+            was, now = before.get(key), self._identity.get(key)
             if was != now:
                 changes.append(f"{key} was {was!r} and is {now!r}")
         if changes:
@@ -186,8 +383,7 @@ class Loader:
             epochs[name] = read * self.spec.geometry.lanes / len(self._states) / max(1, len(source))
             shares[name] = counts["tokens"][name] / max(1, counts["tokens"].total())
         positions = counts["positions"].total()
-        found: dict[str, Any] = {**counts, "positions": positions, "epochs": epochs, "shares": shares}
-        return found
+        return {**counts, "positions": positions, "epochs": epochs, "shares": shares}
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

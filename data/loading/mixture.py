@@ -34,14 +34,12 @@ class Mixture:
         """New weights of a schedule, 0 for a source not named: what is owed under the old ones is carried
         over, so a ramp is followed exactly."""
         # Called for every piece; nothing happens while the weights stand still.
-        wanted = {name: weights.get(name, 0.0) for name in self.weights}
-        if wanted == self.weights:
-            return
-        # What a source is short of under the old weights it will get under the new ones.
-        for name, due in self._due(self.weights).items():
-            self.owed[name] = due
-        self.weights = wanted
-        self.emitted = dict.fromkeys(wanted, 0)
+        weights = {name: weights.get(name, 0.0) for name in self.weights}
+        if weights != self.weights:
+            # What a source is short of under the old weights it will get under the new ones.
+            self.owed.update(self._due(self.weights))
+            self.weights = weights
+            self.emitted = dict.fromkeys(weights, 0)
 
     def _due(self, names: Collection[str], ahead: int = 0) -> dict[str, float]:
         """Tokens that each of `names` with a weight is short of, when they alone give.
@@ -61,19 +59,15 @@ class Mixture:
         due = self._due(available, ahead=1)
         return max(due, key=due.__getitem__, default=None)
 
-    def add(self, name: str, tokens: int) -> None:
-        """Enter `tokens` given by `name` into the account."""
-        self.emitted[name] += tokens
-
     def state_dict(self) -> dict[str, Any]:
         """Weights and account as JSON types."""
-        return {"weights": dict(self.weights), "emitted": dict(self.emitted), "owed": dict(self.owed)}
+        # The weights, too: those in force are part of where the account stands.
+        return {name: dict(table) for name, table in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        # The weights, too: those in force are part of where the account stands.
-        for name in ("weights", "emitted", "owed"):
-            setattr(self, name, dict(state[name]))
+        for name, table in state.items():
+            setattr(self, name, dict(table))
 
 
 @dataclass(frozen=True)
@@ -90,11 +84,8 @@ class Point:
     linear: bool = False
 
 
-Track = list[tuple[float, Mapping[str, float], bool]]
-
-
 class Schedule:
-    """Weights and vision share as functions of the step of a stage.
+    """Shares of the sources, and of vision and text, as functions of the step of a stage.
 
     Args:
         points: in the order of their steps; the first stands at step 0 and names where every ramp begins
@@ -102,43 +93,33 @@ class Schedule:
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
-        self.points = tuple(points)
-        self._weights: Track = []
-        self._vision: Track = []
+        self.points = points
+        self._sources: list[tuple[Point, Mapping[str, float]]] = []
+        self._kinds: list[tuple[Point, Mapping[str, float]]] = []
         for point in points:
             if point.weights is not None:
                 # Shares rather than weights: a ramp from 1:1 to 30:10 is one of shares.
                 total = sum(point.weights.values())
-                shares = {name: weight / total for name, weight in point.weights.items()}
-                self._weights.append((point.step, shares, point.linear))
+                self._sources.append((point, {name: w / total for name, w in point.weights.items()}))
             if point.vision_share is not None:
-                self._vision.append((point.step, {VISION: point.vision_share}, point.linear))
+                kinds = {VISION: point.vision_share, TEXT: 1 - point.vision_share}
+                self._kinds.append((point, kinds))
 
-    @property
-    def steers_vision(self) -> bool:
-        """Whether a vision share is in force at any step."""
-        return bool(self._vision)
-
-    def weights(self, step: float) -> Mapping[str, float] | None:
-        """Shares of the sources at `step`; None when the schedule names none."""
-        return _at(self._weights, step)
-
-    def vision_share(self, step: float) -> float | None:
-        """Share of tokens in documents with a picture at `step`; None when the weights alone decide."""
-        value = _at(self._vision, step)
-        return None if value is None else value[VISION]
+    def at(self, step: float) -> tuple[Mapping[str, float] | None, Mapping[str, float] | None]:
+        """(share of every source, share of documents with and without a picture) at `step`; None for what the
+        schedule does not name."""
+        return _at(self._sources, step), _at(self._kinds, step)
 
 
-def _at(track: Track, step: float) -> Mapping[str, float] | None:
-    """The value of a track at `step`: the newest point's, or between two points when the next is a linear
-    ramp."""
+def _at(track: Sequence[tuple[Point, Mapping[str, float]]], step: float) -> Mapping[str, float] | None:
+    """The newest point's value, or one between two points where the next ends a linear ramp."""
     now, since = None, 0.0
-    for start, value, linear in track:
-        if start <= step:
-            now, since = value, start
-        elif linear and now is not None:
+    for point, value in track:
+        if point.step <= step:
+            now, since = value, point.step
+        elif point.linear and now is not None:
             # Between two points: names of either side fade in or out.
-            u = (step - since) / (start - since)
+            u = (step - since) / (point.step - since)
             names = [*now, *(name for name in value if name not in now)]
             return {name: (1 - u) * now.get(name, 0.0) + u * value.get(name, 0.0) for name in names}
         else:
@@ -161,66 +142,60 @@ class Blend:
     ) -> None:
         self.sources = Mixture(weights)
         self.kinds = Mixture({VISION: 1.0, TEXT: 1.0})
-        self.vision, self.schedule = frozenset(vision), schedule
-        self._blank = 0
-        if schedule is not None:
-            for point in schedule.points:
-                self._check(schedule.weights(point.step) or weights, schedule.vision_share(point.step))
+        self.vision, self.schedule = set(vision), schedule
+        self.blank, self.steers = 0, False
+        # Asked here, so that an impossible share is refused before the run and not in the middle of it.
+        for point in schedule.points if schedule is not None else ():
+            shares, kinds = schedule.at(point.step)
+            self.steers = self.steers or kinds is not None
+            groups = self._groups(shares or weights, weights)
+            for kind, share in (kinds or {}).items():
+                if share and not groups[kind]:
+                    raise DataError(
+                        f"vision_share asks for {share:.0%} of {kind} documents, but no {kind} source has"
+                        " a positive weight; add one, or say which sources hold pictures with data.sources"
+                        " vision = true or false"
+                    )
 
-    def _check(self, weights: Mapping[str, float], share: float | None) -> None:
-        # Weights alone decide, and those may be anything.
-        if share is None:
-            return
-        able = {name for name, weight in weights.items() if weight > 0}
-        for kind, wanted, names in (
-            (VISION, share, able & self.vision),
-            (TEXT, 1 - share, able - self.vision),
-        ):
-            if wanted and not names:
-                raise DataError(
-                    f"vision_share = {share:g} asks for {kind} documents, but no {kind} source has a positive"
-                    " weight; add one, or say which sources hold pictures with data.sources vision = true or"
-                    " false"
-                )
+    def _groups(self, weights: Mapping[str, float], available: Collection[str]) -> dict[str, set[str]]:
+        """Those of `available` with a weight, by what they should hold."""
+        live = {name for name in available if weights.get(name, 0.0) > 0}
+        return {VISION: live & self.vision, TEXT: live - self.vision}
 
     def pick(self, available: Collection[str], step: float) -> str | None:
         """The source of the next piece, meant for `step` of the stage; None when no source can give."""
-        if self.schedule is None:
-            return self.sources.pick(available)
-        weights, share = self.schedule.weights(step), self.schedule.vision_share(step)
-        if weights is not None:
-            self.sources.move(weights)
-        if share is None:
-            return self.sources.pick(available)
-
-        # First the kind of document that is behind, then the source within the kind.
-        self.kinds.move({VISION: share, TEXT: 1 - share})
-        live = {name for name in available if self.sources.weights[name] > 0}
-        groups = {VISION: live & self.vision, TEXT: live - self.vision}
-        kind = self.kinds.pick([kind for kind, names in groups.items() if names])
-        return None if kind is None else self.sources.pick(groups[kind])
+        shares, kinds = self.schedule.at(step) if self.schedule else (None, None)
+        if shares is not None:
+            self.sources.move(shares)
+        if kinds is not None:
+            # First the kind of document that is behind, then the source within the kind.
+            self.kinds.move(kinds)
+            groups = self._groups(self.sources.weights, available)
+            kind = self.kinds.pick([kind for kind, names in groups.items() if names])
+            available = groups.get(kind, ())
+        return self.sources.pick(available)
 
     def add(self, name: str, tokens: int, has_picture: bool) -> None:
         """Enter a piece into both accounts. Raises DataError when sources of pictures turn out to hold
         none."""
-        self.sources.add(name, tokens)
-        self.kinds.add(VISION if has_picture else TEXT, tokens)
-        if self.schedule is None or name not in self.vision:
+        self.sources.emitted[name] += tokens
+        self.kinds.emitted[VISION if has_picture else TEXT] += tokens
+        if name not in self.vision:
             return
         # Without an end to it, such sources would be asked for ever and text never come.
-        self._blank = 0 if has_picture else self._blank + 1
-        if self._blank > _BLANK_LIMIT and self.schedule.steers_vision:
+        self.blank = 0 if has_picture else self.blank + 1
+        if self.blank > _BLANK_LIMIT and self.steers:
             raise DataError(
-                f"{self._blank} documents in a row from sources of pictures (last: {name!r}) hold none, so"
+                f"{self.blank} documents in a row from sources of pictures (last: {name!r}) hold none, so"
                 " vision_share cannot be reached; set vision = false for sources of text"
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Both accounts as JSON types; the schedule belongs to the caller, like that of the learning rate."""
-        return {"sources": self.sources.state_dict(), "kinds": self.kinds.state_dict(), "blank": self._blank}
+        return {"sources": self.sources.state_dict(), "kinds": self.kinds.state_dict(), "blank": self.blank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.sources.load_state_dict(state["sources"])
         self.kinds.load_state_dict(state["kinds"])
-        self._blank = state["blank"]
+        self.blank = state["blank"]

@@ -126,7 +126,7 @@ class Worker:
         made = Outcome(number, self.input.origin(number))
         # The same check as in training, so that what is stored can be trained on.
         try:
-            with one_sample(lambda: made.origin):
+            with one_sample(made.origin):
                 made.members = self.input.members(number)
                 self._check(made)
         except BadSample as error:

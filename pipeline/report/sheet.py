@@ -173,8 +173,7 @@ def look(source: Source, mix: Mix, count: int) -> list[Card]:
         if index >= len(source):
             break
         try:
-            # Called in this turn of the loop.
-            with one_sample(lambda: f"source {source.name!r}, sample {index}"):  # noqa: B023
+            with one_sample(f"source {source.name!r}, sample {index}"):
                 form = ""
                 if isinstance(source, WebDataset):
                     group = source.shards.group(*source.split.train(index))

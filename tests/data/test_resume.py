@@ -99,7 +99,7 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
 
 def first_where(loader, name):
     """(epoch, index) of the document in which a source of lane 0 stands."""
-    return loader._feed._lanes[0].streams[name].where()
+    return loader._feeds[0]._make.args[0][0].streams[name].where()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
