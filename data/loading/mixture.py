@@ -15,6 +15,7 @@ from typing import Any
 from earlyfusion.data.errors import DataError
 
 VISION, TEXT = "vision", "text"
+Shares = Mapping[str, float]
 _BLANK_LIMIT = 256
 """Documents in a row without a picture after which sources that should hold pictures are taken to hold none.
 """
@@ -23,14 +24,14 @@ _BLANK_LIMIT = 256
 class Mixture:
     """Weights of the named sources and the tokens each has given since the weights were last set."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Shares) -> None:
         # Tokens are counted, not documents: a long document is a large share.
         self.weights = dict(weights)
         self.emitted = dict.fromkeys(weights, 0)
         self.owed = dict.fromkeys(weights, 0.0)
         """Tokens still due from the time before the weights last moved; negative: given in advance."""
 
-    def move(self, weights: Mapping[str, float]) -> None:
+    def move(self, weights: Shares) -> None:
         """New weights of a schedule, 0 for a source not named: what is owed under the old ones is carried
         over, so a ramp is followed exactly."""
         # Called for every piece; nothing happens while the weights stand still.
@@ -79,7 +80,7 @@ class Point:
     """
 
     step: float
-    weights: Mapping[str, float] | None = None
+    weights: Shares | None = None
     vision_share: float | None = None
     linear: bool = False
 
@@ -93,9 +94,9 @@ class Schedule:
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
-        self.points = points
-        self._sources: list[tuple[Point, Mapping[str, float]]] = []
-        self._kinds: list[tuple[Point, Mapping[str, float]]] = []
+        self.steps = [point.step for point in points]
+        self._sources: list[tuple[Point, Shares]] = []
+        self._kinds: list[tuple[Point, Shares]] = []
         for point in points:
             if point.weights is not None:
                 # Shares rather than weights: a ramp from 1:1 to 30:10 is one of shares.
@@ -105,13 +106,13 @@ class Schedule:
                 kinds = {VISION: point.vision_share, TEXT: 1 - point.vision_share}
                 self._kinds.append((point, kinds))
 
-    def at(self, step: float) -> tuple[Mapping[str, float] | None, Mapping[str, float] | None]:
+    def at(self, step: float) -> tuple[Shares | None, Shares | None]:
         """(share of every source, share of documents with and without a picture) at `step`; None for what the
         schedule does not name."""
         return _at(self._sources, step), _at(self._kinds, step)
 
 
-def _at(track: Sequence[tuple[Point, Mapping[str, float]]], step: float) -> Mapping[str, float] | None:
+def _at(track: Sequence[tuple[Point, Shares]], step: float) -> Shares | None:
     """The newest point's value, or one between two points where the next ends a linear ramp."""
     now, since = None, 0.0
     for point, value in track:
@@ -137,16 +138,14 @@ class Blend:
     Raises DataError for a vision share that no source can give, before any work is done.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], vision: Collection[str], schedule: Schedule | None = None
-    ) -> None:
+    def __init__(self, weights: Shares, vision: Collection[str], schedule: Schedule | None = None) -> None:
         self.sources = Mixture(weights)
         self.kinds = Mixture({VISION: 1.0, TEXT: 1.0})
         self.vision, self.schedule = set(vision), schedule
         self.blank, self.steers = 0, False
         # Asked here, so that an impossible share is refused before the run and not in the middle of it.
-        for point in schedule.points if schedule is not None else ():
-            shares, kinds = schedule.at(point.step)
+        for step in schedule.steps if schedule else ():
+            shares, kinds = self._shares(step)
             self.steers = self.steers or kinds is not None
             groups = self._groups(shares or weights, weights)
             for kind, share in (kinds or {}).items():
@@ -157,14 +156,17 @@ class Blend:
                         " vision = true or false"
                     )
 
-    def _groups(self, weights: Mapping[str, float], available: Collection[str]) -> dict[str, set[str]]:
+    def _shares(self, step: float) -> tuple[Shares | None, Shares | None]:
+        return self.schedule.at(step) if self.schedule else (None, None)
+
+    def _groups(self, weights: Shares, available: Collection[str]) -> dict[str, set[str]]:
         """Those of `available` with a weight, by what they should hold."""
         live = {name for name in available if weights.get(name, 0.0) > 0}
         return {VISION: live & self.vision, TEXT: live - self.vision}
 
     def pick(self, available: Collection[str], step: float) -> str | None:
         """The source of the next piece, meant for `step` of the stage; None when no source can give."""
-        shares, kinds = self.schedule.at(step) if self.schedule else (None, None)
+        shares, kinds = self._shares(step)
         if shares is not None:
             self.sources.move(shares)
         if kinds is not None:
@@ -172,7 +174,7 @@ class Blend:
             self.kinds.move(kinds)
             groups = self._groups(self.sources.weights, available)
             kind = self.kinds.pick([kind for kind, names in groups.items() if names])
-            available = groups.get(kind, ())
+            available = groups[kind] if kind else ()
         return self.sources.pick(available)
 
     def add(self, name: str, tokens: int, has_picture: bool) -> None:

@@ -78,7 +78,7 @@ def test_the_arms_are_three_lines_over_nano_and_of_equal_budget():
         config = load_config([arm])
         stage = config.stages[0]
         schedule = mix_schedule(stage, {source.name: source.weight for source in config.data.sources})
-        shares = [schedule.vision_share(step + 0.5) for step in range(stage.steps)]
+        shares = [schedule.at(step + 0.5)[1]["vision"] for step in range(stage.steps)]
         assert sum(shares) / stage.steps == pytest.approx(BUDGET, rel=1e-12)
         assert schedule.vision_share(start * stage.steps) == share
         plain = stage.model_copy(update={"vision_share": None, "mix": []})
