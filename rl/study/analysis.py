@@ -15,9 +15,9 @@ Everything else (calibration, other forms and skills, the probes) is described, 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
 from earlyfusion.eval.stats import holm, mean_estimate
+from earlyfusion.pipeline.report.data import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
 from earlyfusion.rl.study.shortcuts import shortcut
 from earlyfusion.rl.study.statistics import DRAWS, Array, compare_arms, word
@@ -37,71 +38,71 @@ SHARPER = ("random", "sft")
 Row = dict[str, Any]
 
 
-class Answers:
-    """Everything that was measured so far.
+@dataclass
+class Model:
+    """What was measured of one model. records: label -> key -> answer; matched: label -> the start at this
+    model's entropy ({} for a start); probe: "fitted on>read off" -> accuracy by depth ({} without probes)."""
 
-    runs, matched: (arm, start) -> one entry for every run, by label; the start itself is an arm with one run,
-    which has nothing to be matched with. keys: label -> problems that all models answered, in order.
-    """
+    records: dict[str, dict[str, Measured]]
+    matched: dict[str, Any]
+    probe: dict[str, Any]
 
-    def __init__(self, config: StudyConfig, out: Path) -> None:
-        self.samples = config.measure.samples
-        self.runs: dict[tuple[str, int], list[dict[str, dict[str, Measured]]]] = defaultdict(list)
-        self.matched: dict[tuple[str, int], list[Row]] = defaultdict(list)
-        self.keys: dict[str, list[str]] = {}
-        self.starts = []
-        for p in range(config.seeds):
-            # Without its start nothing of a seed can be compared.
-            if not measured_file(out, p).is_file():
-                continue
-            self.starts.append(p)
-            self.add(START, p, measured_file(out, p))
-            for arm, run in config.runs():
-                file = measured_file(out, p, arm.name, run)
-                # The stage that measures writes both, one after the other.
-                if beside(file, "matched").is_file():
-                    self.add(arm.name, p, file)
-                    text = beside(file, "matched").read_text(encoding="utf-8")
-                    self.matched[arm.name, p].append(json.loads(text))
 
-    def add(self, arm: str, p: int, file: Path) -> None:
-        """Read one model's answers."""
-        records = by_problem(load_measured(file))
-        self.runs[arm, p].append(records)
-        for label, known in records.items():
-            # Models that were asked other problems would be compared on other questions.
-            self.keys[label] = [key for key in self.keys.get(label, known) if key in known]
+Models = Mapping[str, Mapping[int, Sequence[Model]]]
+"""Arm -> start -> its runs; the start itself is an arm with one run."""
 
-    def arrays(self, arm: str, label: str, metric: str) -> dict[int, Array]:
-        """Start -> values [R, I] of an arm's runs; [R, 1] for "ece". "p_matched" is the difference to the
-        start at the run's entropy: every run has a start of its own, so it is taken run by run."""
-        found = {}
-        for p in self.starts:
-            rows = []
-            for number, run in enumerate(self.runs[arm, p]):
-                if label in run:
-                    own = [run[label][key] for key in self.keys[label]]
-                    rows.append(self.values(own, metric))
-                    if metric == "p_matched" and arm != START:
-                        other = self.matched[arm, p][number][label]["p_target"]
-                        rows[-1] -= [other[key] for key in self.keys[label]]
-            if rows:
-                found[p] = np.array(rows)
-        return found
 
-    def values(self, records: Sequence[Measured], metric: str) -> Array:
-        """A metric of one run, problem by problem."""
-        if metric == "ece":
-            return np.array([ece([one.confidence for one in records], [one.solved for one in records])])
-        values = []
-        for one in records:
-            if metric == "accuracy":
-                values.append(float(one.solved))
-            elif metric.startswith("pass@"):
-                values.append(sampled_pass(one, self.samples))
-            else:
-                values.append(one.p_target)
-        return np.array(values)
+def load_models(config: StudyConfig, out: Path) -> Models:
+    """Everything that was measured so far."""
+    models: dict[str, dict[int, list[Model]]] = defaultdict(lambda: defaultdict(list))
+    for p in range(config.seeds):
+        # Without its start nothing of a seed can be compared.
+        if not measured_file(out, p).is_file():
+            continue
+        for name, run in [(START, 0), *((arm.name, run) for arm, run in config.runs())]:
+            file = measured_file(out, p, name, run)
+            # The stage that measures writes a run's answers first and its matched start last.
+            if name == START or beside(file, "matched").is_file():
+                beside_it = (read_dict(beside(file, kind)) for kind in ("matched", "probe"))
+                models[name][p].append(Model(by_problem(load_measured(file)), *beside_it))
+    return models
+
+
+def common(models: Models, label: str) -> dict[str, None]:
+    """The problems of a label that all models answered: others would be compared on other questions."""
+    known = []
+    for starts in models.values():
+        for runs in starts.values():
+            known += [model.records[label] for model in runs if label in model.records]
+    return dict.fromkeys(key for key in known[0] if all(key in one for one in known))
+
+
+def arrays(models: Models, arm: str, label: str, metric: str, keys: Mapping[str, None]) -> dict[int, Array]:
+    """Start -> values [R, I] of an arm's runs on these problems; [R, 1] for "ece"."""
+    found = {}
+    for p, runs in models[arm].items():
+        rows = [values(model, label, metric, keys) for model in runs if label in model.records]
+        if rows:
+            found[p] = np.array(rows)
+    return found
+
+
+def values(model: Model, label: str, metric: str, keys: Mapping[str, None]) -> list[float]:
+    """A metric of one model, problem by problem. "p_matched" is the difference to the start at the model's
+    entropy: every run has a start of its own, so it is taken run by run, and is 0 for a start."""
+    own = [model.records[label][key] for key in keys]
+    if metric == "ece":
+        return [ece([one.confidence for one in own], [one.solved for one in own])]
+    if metric == "accuracy":
+        return [float(one.solved) for one in own]
+    if metric.startswith("pass@"):
+        return [sampled_pass(one, int(metric.removeprefix("pass@"))) for one in own]
+    start = {one.key: 0.0 for one in own}
+    if metric == "p_matched":
+        start = {one.key: one.p_target for one in own}
+        if model.matched:
+            start = model.matched[label]["p_target"]
+    return [one.p_target - start[one.key] for one in own]
 
 
 def primary_of(config: StudyConfig, arm: Arm) -> str:
@@ -119,21 +120,18 @@ def compared(base: dict[int, Array], treated: dict[int, Array], draws: int) -> R
         return None
     a, b = [base[p] for p in both], [treated[p] for p in both]
     before, after = (float(np.mean([runs.mean() for runs in side])) for side in (a, b))
-    per_seed = []
-    for start, runs in zip(a, b):
-        per_seed.append([float(run.mean() - start.mean()) for run in runs])
-    estimate = compare_arms(a, b, draws=draws)
-    return {"before": before, "after": after, **estimate, "per_seed": per_seed}
+    per_seed = [(runs.mean(1) - start.mean()).tolist() for start, runs in zip(a, b)]
+    return {"before": before, "after": after, **compare_arms(a, b, draws=draws), "per_seed": per_seed}
 
 
 def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
     """All tables of the report as plain data (also OUT/study.json)."""
-    answers = Answers(config, out)
-    arms = [arm for arm in config.arms if any(answers.runs[arm.name, p] for p in answers.starts)]
+    models = load_models(config, out)
+    arms = [arm for arm in config.arms if arm.name in models]
     claims = ["accuracy", "p_target", "p_matched"]
     if config.measure.samples > 1:
         claims.append(f"pass@{config.measure.samples}")
-    starts = [answers.runs[START, p][0] for p in answers.starts]
+    starts = [runs[0].records for runs in models[START].values()]
     labels = [label for label in config.labels() if any(label in records for records in starts)]
 
     # Every arm against its start.
@@ -143,10 +141,8 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
             # Other forms and skills are described in fewer figures, none of them claimed.
             metrics = claims if config.registered(label) else ["accuracy", "p_target"]
             for metric in [*metrics, "ece"]:
-                treated, base = (answers.arrays(name, label, metric) for name in (arm.name, START))
-                # The start at the run's entropy is taken off already.
-                if metric == "p_matched":
-                    base = {p: np.zeros_like(own) for p, own in base.items()}
+                keys = common(models, label)
+                base, treated = (arrays(models, name, label, metric, keys) for name in (START, arm.name))
                 found = compared(base, treated, draws)
                 if found is not None:
                     registered = label == primary_of(config, arm) and metric in claims
@@ -155,12 +151,12 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
     family = [row for row in rows if row["registered"]]
     judge(family)
 
-    differences = [row for arm in arms for row in against_controls(config, answers, arm, arms, draws)]
+    differences = [row for arm in arms for row in against_controls(config, models, arm, arms, draws)]
     return {
         "skill": config.skill,
         "unrelated": config.unrelated,
         "primary": config.primary_label,
-        "seeds": answers.starts,
+        "seeds": list(models[START]),
         "family": len(family),
         "draws": draws,
         "start": {label: start_summary(starts, label) for label in labels},
@@ -168,9 +164,9 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
         "differences": differences,
         "verdicts": {arm.name: verdict(arm, family, differences) for arm in arms},
         "arms": {arm.name: {"kind": arm.kind} for arm in arms},
-        "temperatures": {arm.name: temperature_of(config, answers, arm) for arm in arms},
+        "temperatures": {arm.name: temperatures(models, arm.name, primary_of(config, arm)) for arm in arms},
         "shortcuts": {label: shortcut(starts[0][label].values()) for label in labels},
-        "probe": read_probes(config, out),
+        "probe": probes(models),
     }
 
 
@@ -181,7 +177,7 @@ def judge(rows: Sequence[Row]) -> None:
 
 
 def against_controls(
-    config: StudyConfig, answers: Answers, arm: Arm, arms: Sequence[Arm], draws: int
+    config: StudyConfig, models: Models, arm: Arm, arms: Sequence[Arm], draws: int
 ) -> list[Row]:
     """Differences in differences of one arm: (arm - start) - (control - start), where both were measured
     alike."""
@@ -190,14 +186,14 @@ def against_controls(
     for control in arms:
         if control.name not in (*CONTROLS, *arm.against) or control.name == arm.name:
             continue
+        # Arms that think are judged after their thought, on the same problems.
         other = primary_of(config, control)
-        shared = [key for key in answers.keys[own] if key in answers.keys[other]]
+        theirs = common(models, other)
+        keys = dict.fromkeys(key for key in common(models, own) if key in theirs)
         gains = []
         for name, label in ((control.name, other), (arm.name, own)):
-            # Arms that think are judged after their thought, on the same problems.
-            kept = [answers.keys[label].index(key) for key in shared]
-            start, after = (answers.arrays(one, label, "accuracy") for one in (START, name))
-            gains.append({p: (after[p] - start[p])[:, kept] for p in after if p in start})
+            start, after = (arrays(models, one, label, "accuracy", keys) for one in (START, name))
+            gains.append({p: after[p] - start[p] for p in after if p in start})
         found = compared(gains[0], gains[1], draws)
         if found is not None:
             about = {"arm": arm.name, "control": control.name, "label": own, "metric": "accuracy"}
@@ -229,55 +225,38 @@ def verdict(arm: Arm, family: Sequence[Row], differences: Sequence[Row]) -> str:
 def start_summary(starts: Sequence[dict[str, dict[str, Measured]]], label: str) -> Row:
     """Metric -> mean over the starts, and each start."""
     told = [summary(records[label].values())[label] for records in starts if label in records]
-    found = {}
-    for name in told[0]:
-        each = [row[name] for row in told]
-        found[name] = {"mean": float(np.mean(each)), "each": each}
+    each = {name: [row[name] for row in told] for name in told[0]}
+    return {name: {"mean": float(np.mean(found)), "each": found} for name, found in each.items()}
+
+
+def temperatures(models: Models, arm: str, label: str) -> list[Row]:
+    """How the start was matched to the entropy of each run of an arm."""
+    found = []
+    for runs in models[arm].values():
+        for model in runs:
+            found.append({key: model.matched[label][key] for key in ("temperature", "entropy", "reached")})
     return found
 
 
-def temperature_of(config: StudyConfig, answers: Answers, arm: Arm) -> Row:
-    """How the start was matched to an arm's entropy on its primary label, mean over the runs."""
-    mine = [run[primary_of(config, arm)] for p in answers.starts for run in answers.matched[arm.name, p]]
-    found: Row = {key: float(np.mean([one[key] for one in mine])) for key in ("temperature", "entropy")}
-    return {**found, "reached": all(one["reached"] for one in mine)}
+def probes(models: Models) -> Row:
+    """What the linear probes read so far, {} if nothing was probed:
 
-
-# ---- Linear probes: means over runs, and changes from each start.
-
-
-def read_probes(config: StudyConfig, out: Path) -> Row:
-    """What was probed so far, {} if nothing was; pairs are "fitted on>read off":
-
-    {"start": {pair: accuracy by depth}, "arms": {arm: {pair: {"change", "low", "high": by depth}}}},
-    Student's t over the starts, runs of a start averaged first.
+    {"start": {pair: accuracy by depth}, "arms": {arm: {pair: change from the start by depth}}}, changes as
+    estimates of Student's t over the starts, runs of a start averaged first.
     """
-
-    def read(p: int, arm: str = START, run: int = 0) -> dict[str, Array]:
-        file = beside(measured_file(out, p, arm, run), "probe")
-        found: dict[str, Array] = {}
-        if file.is_file():
-            # Fitted on one form, read off another: the pair names both.
-            for fitted, row in json.loads(file.read_text(encoding="utf-8")).items():
-                found |= {f"{fitted}>{form}": np.array(depths) for form, depths in row.items()}
-        return found
-
-    starts = {p: found for p in range(config.seeds) if (found := read(p))}
+    starts = {p: runs[0].probe for p, runs in models[START].items() if runs[0].probe}
     if not starts:
         return {}
-    pairs = list(next(iter(starts.values())))
     result: Row = {"start": {}, "arms": defaultdict(dict)}
-    for pair in pairs:
+    for pair in next(iter(starts.values())):
         result["start"][pair] = np.mean([one[pair] for one in starts.values()], axis=0).tolist()
-        for arm in config.arms:
+        for arm in models.keys() - {START}:
             changes_PL = []
-            for p, start in starts.items():
-                runs = [found[pair] for run in range(config.rl_seeds) if (found := read(p, arm.name, run))]
-                if runs:
-                    changes_PL.append(np.mean(runs, axis=0) - start[pair])
+            for p, runs in models[arm].items():
+                read = [model.probe[pair] for model in runs if model.probe]
+                if read and p in starts:
+                    changes_PL.append(np.mean(read, axis=0) - starts[p][pair])
             if changes_PL:
-                spans = [mean_estimate(column) for column in np.array(changes_PL).T]
-                names = {"change": "value", "low": "low", "high": "high"}
-                told = {name: [getattr(span, field) for span in spans] for name, field in names.items()}
-                result["arms"][arm.name][pair] = told
+                estimates = map(mean_estimate, np.array(changes_PL).T)
+                result["arms"][arm][pair] = [estimate.to_dict() for estimate in estimates]
     return result

@@ -10,8 +10,9 @@ linear probe reads the answer from the middle of every model (probe.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from earlyfusion.data.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.rl.entries import entry_of
+from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.study.plan import (
     Arm,
     StudyConfig,
@@ -42,32 +44,24 @@ def examine(config: StudyConfig, folder: Path, file: Path, arm: Arm | None = Non
     both to the file, and probe the model. Returns the first."""
     measure = config.measure
     model, tokenizer = load_model(folder, device=device_of("auto")), Tokenizer.load(folder)
-
-    def asked(labels: Sequence[str], samples: int) -> Asked:
-        return ask(
-            model,
-            tokenizer,
-            [entry_of(label) for label in labels],
-            problems=measure.problems,
-            seed=measure.seed,
-            samples=samples,
-            max_new_tokens=measure.max_new_tokens,
-            slots=SLOTS,
-        )
-
-    labels = config.labels(arm)
     # Only the label that an arm is judged on needs samples: they cost most.
-    first = asked([label for label in labels if config.registered(label)], measure.samples)
-    rest = [label for label in labels if not config.registered(label)]
-    write_measured(file, first.measured() + (asked(rest, 0).measured() if rest else []))
+    kinds: dict[int, list[TaskEntry]] = {measure.samples: [], 0: []}
+    for label in config.labels(arm):
+        kinds[measure.samples if config.registered(label) else 0].append(entry_of(label))
+    sizes = {"problems": measure.problems, "seed": measure.seed, "max_new_tokens": measure.max_new_tokens}
+    asked = []
+    for samples, entries in kinds.items():
+        if entries:
+            asked.append(ask(model, tokenizer, entries, samples=samples, slots=SLOTS, **sizes))
+    write_measured(file, [one for part in asked for one in part.measured()])
 
     place = beside(file, "probe")
     if measure.probe and not place.is_file():
         forms = list(dict.fromkeys(["picture", config.primary]))
-        sizes = {"fit": measure.probe, "test": measure.problems, "seed": measure.seed}
-        write_json(place, probe(model, tokenizer, config.skill, forms, **sizes))
+        numbers = {"fit": measure.probe, "test": measure.problems, "seed": measure.seed}
+        write_json(place, probe(model, tokenizer, config.skill, forms, **numbers))
     print(f"measured {folder}", flush=True)
-    return first
+    return asked[0]
 
 
 def matched(start: Asked, file: Path) -> dict[str, Any]:
@@ -78,35 +72,27 @@ def matched(start: Asked, file: Path) -> dict[str, Any]:
     for label, records in by_problem(load_measured(file)).items():
         # The start was asked every registered label, in whatever way any arm is.
         if label in known:
-            wanted = sum(one.entropy for one in records.values()) / len(records)
-            result = match_entropy(start.only(label), wanted)
-            found[label] = {
-                "temperature": result.temperature,
-                "entropy": result.entropy,
-                "reached": result.reached,
-                "p_target": {one.key: one.p_target for one in result.measured},
-            }
+            result = match_entropy(start.only(label), fmean(one.entropy for one in records.values()))
+            found[label] = {key: getattr(result, key) for key in ("temperature", "entropy", "reached")}
+            found[label]["p_target"] = {one.key: one.p_target for one in result.measured}
     return found
 
 
 def measure_seed(out: Path, seed: int) -> None:
     """Measure the start and every finished run of a pretraining seed that is not measured yet."""
     config = read_study(str(out / "study.toml"), {})
-    # Hidden states of the start serve every run, as long as one is left to measure.
-    start: Asked | None = None
-    if not measured_file(out, seed).is_file():
-        start = examine(config, start_of(config, out, seed), measured_file(out, seed))
+    own = measured_file(out, seed)
+    # Asked at most once: hidden states of the start serve every run that is left to measure.
+    start = cache(lambda: examine(config, start_of(out, seed), own))
+    if not own.is_file():
+        start()
     for arm, run in config.runs():
         folder = run_folder(out, seed, arm.name, run) / "model"
         file = measured_file(out, seed, arm.name, run)
         # The start at the run's entropy is written last: with it, all of a run is there.
-        if beside(file, "matched").is_file() or not (folder / "config.json").is_file():
-            continue
-        examine(config, folder, file, arm)
-        # Stopped between two runs: the start is asked again, with the same answers.
-        if start is None:
-            start = examine(config, start_of(config, out, seed), measured_file(out, seed))
-        write_json(beside(file, "matched"), matched(start, file))
+        if (folder / "config.json").is_file() and not beside(file, "matched").is_file():
+            examine(config, folder, file, arm)
+            write_json(beside(file, "matched"), matched(start(), file))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.entries import entry_of
@@ -44,8 +43,6 @@ class PretrainSection(Section):
     """Recipes of `earlyfusion pretrain`, composed left to right."""
     overrides: dict[str, Any] = {}
     """Dotted key -> value."""
-    models: list[str] = []
-    """Model directories to start from instead of pretraining, one for each seed."""
 
 
 class MeasureSection(Section):
@@ -59,8 +56,6 @@ class MeasureSection(Section):
     """Longest answer, in tokens."""
     forms: list[Form] = ["twin", "picture", "rendered"]
     """Forms of the skill that are measured; the unrelated skill is measured as picture and as twin."""
-    unrelated: bool = True
-    """Measure the unrelated skill too."""
     probe: NonNegativeInt = 300
     """Problems that the linear probe is fitted on; 0: no probe."""
 
@@ -132,8 +127,6 @@ class StudyConfig(Section):
             raise ValueError(f"skill and unrelated are both {self.skill}; name two different skills")
         if self.primary not in self.measure.forms:
             raise ValueError(f"primary {self.primary!r} is not among measure.forms {self.measure.forms}")
-        if self.pretrain.models and len(self.pretrain.models) < self.seeds:
-            raise ValueError(f"pretrain.models: {len(self.pretrain.models)} folders for seeds = {self.seeds}")
         for arm in self.arms:
             for other in arm.against:
                 if other not in names:
@@ -147,10 +140,6 @@ class StudyConfig(Section):
                 raise ValueError(f"arm {arm.name}: {error}") from None
         return self
 
-    def label(self, text: str) -> str:
-        """A label with the skills filled in, as TaskEntry.label writes it."""
-        return entry_of(text.replace("{skill}", self.skill).replace("{unrelated}", self.unrelated)).label
-
     @property
     def primary_label(self) -> str:
         return f"{self.skill}/{self.primary}"
@@ -162,8 +151,7 @@ class StudyConfig(Section):
     def labels(self, arm: Arm | None = None) -> list[str]:
         """What is measured of an arm; None: of the start, which is measured in every way any arm is."""
         found = [f"{self.skill}/{form}" for form in self.measure.forms]
-        if self.measure.unrelated:
-            found += [f"{self.unrelated}/picture", f"{self.unrelated}/twin"]
+        found += [f"{self.unrelated}/picture", f"{self.unrelated}/twin"]
         if any(one.thought for one in ([arm] if arm else self.arms)):
             found += [f"{self.skill}/{form}/thought" for form in ("twin", "picture")]
         return found
@@ -177,8 +165,7 @@ class StudyConfig(Section):
         # Measuring during a run is for its curves: off unless the study asks for it.
         tree = merge({"run": {"name": arm.name}, "eval": {"problems": 0}}, merge(self.rl, arm.config))
         tree["tasks"] = [self.entry(text) | {"power": arm.power} for text in arm.tasks]
-        if "tasks" not in tree["eval"]:
-            tree["eval"]["tasks"] = [self.entry("{skill}/picture"), self.entry("{skill}/twin")]
+        tree["eval"].setdefault("tasks", [self.entry("{skill}/picture"), self.entry("{skill}/twin")])
 
         sources = [dict(source) for source in self.replay] if arm.replay else []
         for number, (text, weight) in enumerate(arm.documents.items()):
@@ -197,8 +184,9 @@ class StudyConfig(Section):
         return tree
 
     def entry(self, text: str) -> dict[str, Any]:
-        """A label as an entry of a recipe."""
-        return entry_of(self.label(text)).model_dump(include={"name", "difficulty", "form", "thought"})
+        """A label as an entry of a recipe, with the skills filled in."""
+        entry = entry_of(text.replace("{skill}", self.skill).replace("{unrelated}", self.unrelated))
+        return entry.model_dump(include={"name", "difficulty", "form", "thought"})
 
 
 def read_study(given: str, changes: Mapping[str, Any]) -> StudyConfig:
@@ -238,10 +226,9 @@ class Stage:
         return all(path.is_file() for path in self.results)
 
 
-def start_of(config: StudyConfig, out: Path, seed: int) -> Path:
+def start_of(out: Path, seed: int) -> Path:
     """The model directory that the runs of a pretraining seed start from."""
-    given = config.pretrain.models
-    return model_folder(given[seed]) if given else out / "pretrain" / f"p{seed}" / "model"
+    return out / "pretrain" / f"p{seed}" / "model"
 
 
 def run_folder(out: Path, seed: int, arm: str, run: int) -> Path:
@@ -272,13 +259,12 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
         return name
 
     for seed in range(config.seeds):
-        start, needs = start_of(config, out, seed), []
-        if not config.pretrain.models:
-            words = ["earlyfusion.pipeline.pretrain", *config.pretrain.recipes]
-            # Data and weights are drawn anew for every start.
-            for key, value in {"run.seed": seed, "data.seed": seed, **config.pretrain.overrides}.items():
-                words.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
-            needs.append(add(f"pretrain/p{seed}", start.parent, words, []))
+        start = start_of(out, seed)
+        words = ["earlyfusion.pipeline.pretrain", *config.pretrain.recipes]
+        # Data and weights are drawn anew for every start.
+        for key, value in {"run.seed": seed, "data.seed": seed, **config.pretrain.overrides}.items():
+            words.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
+        needs = [add(f"pretrain/p{seed}", start.parent, words, [])]
 
         # Runs of one number share their seed in all arms: they see the same prompts.
         runs, results = [], [measured_file(out, seed)]

@@ -1,7 +1,7 @@
 """A linear probe: what of the answer can be read from the middle of the model, in pictures and in words.
 
     probed = probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=300, test=160, seed=7)
-    probed["picture"]["twin"]                 # accuracy by depth: fitted on pictures, read off words
+    probed["picture>twin"]                    # accuracy by depth: fitted on pictures, read off words
 
 The state is what enters the feed-forward of each layer at the last token of the prompt, before a word of the
 answer is said, and behind the last layer the state that chooses the first token. One ridge regression from
@@ -15,8 +15,10 @@ Legend: N problems, D hidden size, C answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from torch import Tensor
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.problem import Problem
-from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import SEED_STEP, held_out
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating, pack_prompts
@@ -41,8 +42,8 @@ RIDGE = 0.1
 
 def probe(
     model: NativeFusion, tokenizer: Any, label: str, forms: Sequence[str], *, fit: int, test: int, seed: int
-) -> dict[str, dict[str, list[float]]]:
-    """Form fitted on -> form read off -> accuracy at every depth, the last layer's output at the end.
+) -> dict[str, list[float]]:
+    """ "form fitted on>form read off" -> accuracy at every depth, the last layer's output at the end.
 
     label: "task/difficulty". fit, test: problems of the training and of the held-out split. Raises DataError
     for counts below 2 and for a task with a single answer.
@@ -50,34 +51,31 @@ def probe(
     if fit < 2 or test < 2:
         raise DataError(f"a probe of {fit} problems read off {test}: give at least 2 of each")
     entry = entry_of(label)
-    task = make_task(entry.name, **entry.options)
     # Fitted on the training split: held-out problems share no combination with it.
+    task, asked = held_out(entry, test, seed)
     known = [task.sample(seed * SEED_STEP + number, "train", entry.difficulty) for number in range(fit)]
-    _, asked = held_out(entry, test, seed)
     answers = sorted({problem.target for problem in known})
     if len(answers) < 2:
         raise DataError(
             f"{label}: {fit} problems have the one answer {answers[0]!r}; there is nothing to tell apart"
         )
-    code = {answer: number for number, answer in enumerate(answers)}
     # An answer that was never fitted (-1) cannot be read off.
+    code = {answer: number for number, answer in enumerate(answers)}
     known_N = torch.tensor([code[problem.target] for problem in known])
     asked_N = torch.tensor([code.get(problem.target, -1) for problem in asked])
+
     # One pass through the model for each form; all readers work on its states.
-    states = {}
+    readers, held = {}, {}
     for form in forms:
         asks = entry_of(f"{label}/{form}")
-        states[form] = tuple(states_of(model, tokenizer, part, asks) for part in (known, asked))
-    found: dict[str, dict[str, list[float]]] = {}
-    for form, (fitted, _) in states.items():
-        readers = [Reader(states_ND, known_N, len(answers)) for states_ND in fitted]
-        found[form] = {
-            other: [
-                float((reader(state_ND) == asked_N).double().mean())
-                for reader, state_ND in zip(readers, held)
-            ]
-            for other, (_, held) in states.items()
-        }
+        fitted = states_of(model, tokenizer, known, asks)
+        readers[form] = [Reader(states_ND, known_N, len(answers)) for states_ND in fitted]
+        held[form] = states_of(model, tokenizer, asked, asks)
+    found: dict[str, list[float]] = defaultdict(list)
+    for fitted_on, read_off in product(forms, repeat=2):
+        for reader, states_ND in zip(readers[fitted_on], held[read_off]):
+            right_N = reader(states_ND) == asked_N
+            found[f"{fitted_on}>{read_off}"].append(float(right_N.double().mean()))
     return found
 
 
@@ -107,7 +105,16 @@ def states_of(
     """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt, asked
     as `entry` asks."""
     kept: list[list[Tensor]] = []
-    with evaluating(model), _listening(model) as heard:
+    heard: list[Tensor] = []
+
+    def hear(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        heard.append(inputs[0].detach())
+
+    with evaluating(model), ExitStack() as listening:
+        # What enters the feed-forward of every layer, in order.
+        for layer in model.decoder.layers:
+            inner: Any = layer.block_sparse_moe if layer.sparse else layer.mlp
+            listening.callback(inner.register_forward_pre_hook(hear).remove)
         for start in range(0, len(problems), ROWS):
             part = problems[start : start + ROWS]
             prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in part]
@@ -117,22 +124,3 @@ def states_of(
             ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).to(last_TD.device) - 1
             kept.append([state_TD.index_select(0, ends_N).float().cpu() for state_TD in [*heard, last_TD]])
     return [torch.cat(parts) for parts in zip(*kept)]
-
-
-@contextmanager
-def _listening(model: NativeFusion) -> Iterator[list[Tensor]]:
-    """Collects what enters the feed-forward of every layer, in order."""
-    heard: list[Tensor] = []
-
-    def hear(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        heard.append(inputs[0].detach())
-
-    inner: list[Any] = [
-        layer.block_sparse_moe if layer.sparse else layer.mlp for layer in model.decoder.layers
-    ]
-    handles = [module.register_forward_pre_hook(hear) for module in inner]
-    try:
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()

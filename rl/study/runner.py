@@ -9,78 +9,63 @@ Log (JSON lines): {"time", "event": start | done | failed | stopped, "stage", "s
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
 from earlyfusion.rl.study.plan import Stage
 
-# Stages take minutes: nobody waits for a tenth of a second.
-POLL_S = 0.1
 GRACE_S = 30.0
 """Time a stage has to save itself after a signal, before it is killed."""
 LOG = "stage.log"
 
 
-@dataclass
-class Running:
-    stage: Stage
-    process: subprocess.Popen[bytes]
-    begun: float
-
-
-@dataclass
 class Runner:
     """jobs: stages at a time; threads: torch threads of each."""
 
-    stages: Sequence[Stage]
-    log: Path
-    jobs: int = 1
-    threads: int = 1
-    received: bool = False
-    failed: set[str] = field(default_factory=set)
-    finished: set[str] = field(default_factory=set)
+    def __init__(self, stages: Sequence[Stage], log: Path, jobs: int = 1, threads: int = 1) -> None:
+        self.stages, self.log, self.jobs = stages, log, jobs
+        count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self.environment = os.environ | count | {"TERM": "dumb"}
 
     def run(self) -> int:
         """Run what is not done. Returns 0, 1 when a stage failed, or the exit code of a stop."""
-        self.finished = {stage.name for stage in self.stages if stage.done}
-        running: list[Running] = []
-        with self._signals():
-            try:
-                while True:
-                    for one in [one for one in running if one.process.poll() is not None]:
-                        running.remove(one)
-                        self._ended(one)
-                    if self.received:
-                        self._stop(running)
-                        return EXIT_REQUEUE
-                    self._start_more(running)
-                    if not running:
-                        break
-                    time.sleep(POLL_S)
-            finally:
-                for one in running:  # an error of our own must not leave children behind
-                    one.process.kill()
-        return EXIT_OK if len(self.finished) == len(self.stages) else EXIT_FAILURE
+        return asyncio.run(self._run())
 
-    def _start_more(self, running: list[Running]) -> None:
-        known = {*self.finished, *self.failed, *(one.stage.name for one in running)}
+    async def _run(self) -> int:
+        self.stop, self.slots = asyncio.Event(), asyncio.Semaphore(self.jobs)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop.set)
+        # The plan names what a stage needs before the stage, so its task is there to be waited for.
+        self.tasks: dict[str, asyncio.Task[bool]] = {}
         for stage in self.stages:
-            # A stage that makes do with what there is waits for the end of all, good or bad.
-            settled = {*self.finished, *self.failed} if stage.partial else self.finished
-            if len(running) < self.jobs and stage.name not in known and settled.issuperset(stage.after):
-                running.append(self._start(stage))
+            self.tasks[stage.name] = asyncio.create_task(self._stage(stage))
+        good = await asyncio.gather(*self.tasks.values())
+        if self.stop.is_set():
+            return EXIT_REQUEUE
+        return EXIT_OK if all(good) else EXIT_FAILURE
 
-    def _start(self, stage: Stage) -> Running:
+    async def _stage(self, stage: Stage) -> bool:
+        """Whether the stage is done in the end."""
+        if stage.done:
+            return True
+        # A stage that makes do with what there is waits for the end of all, good or bad.
+        needed = [await self.tasks[name] for name in stage.after]
+        if not all(needed) and not stage.partial:
+            return False
+        async with self.slots:
+            return not self.stop.is_set() and await self._process(stage)
+
+    async def _process(self, stage: Stage) -> bool:
+        """Run one stage to its end, or to the end of its grace after a signal."""
         command = list(stage.command)
         # A complete checkpoint is worth more than a fresh start.
         if any((stage.folder / "checkpoints").glob("*/COMPLETE")):
@@ -93,60 +78,46 @@ class Runner:
                 elif path.name not in ("arm.toml", LOG):
                     path.unlink()
         stage.folder.mkdir(parents=True, exist_ok=True)
-        threads = str(self.threads)
+
+        begun = time.monotonic()
         with open(stage.folder / LOG, "ab") as log:
-            process = subprocess.Popen(
-                command,
+            # A group of its own: a signal reaches its children too, and ours only when we say.
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TERM": "dumb"},
-                # A group of its own: a signal reaches its children too, and ours only when we say.
+                stderr=asyncio.subprocess.STDOUT,
+                env=self.environment,
                 start_new_session=True,
             )
         self._note("start", stage, pid=process.pid, command=command)
-        return Running(stage, process, time.monotonic())
+        try:
+            ended, stopped = (asyncio.ensure_future(one) for one in (process.wait(), self.stop.wait()))
+            await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            # A signal: the stage saves what it can.
+            if not ended.done():
+                os.killpg(process.pid, signal.SIGTERM)
+                await asyncio.wait([ended], timeout=GRACE_S)
+        finally:
+            # Also after an error of our own: no child is left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return self._ended(stage, await ended, time.monotonic() - begun)
 
-    def _ended(self, one: Running) -> None:
-        stage, code = one.stage, one.process.returncode
-        about: dict[str, Any] = {"seconds": round(time.monotonic() - one.begun, 2), "code": code}
-        if code == 0 and (stage.done or stage.partial):
+    def _ended(self, stage: Stage, code: int, seconds: float) -> bool:
+        about: dict[str, Any] = {"seconds": round(seconds, 2), "code": code}
+        good = code == 0 and (stage.done or stage.partial)
+        if good:
             shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)  # the model is kept
-            self.finished.add(stage.name)
             self._note("done", stage, **about)
-        elif self.received:
+        elif self.stop.is_set():
             self._note("stopped", stage, **about)
         else:
-            self.failed.add(stage.name)
             # The last line of a traceback says the most.
             said = (stage.folder / LOG).read_text(encoding="utf-8", errors="replace").strip()
             self._note("failed", stage, **about, last=said.rpartition("\n")[2][:300])
-
-    def _stop(self, running: list[Running]) -> None:
-        """Ask all to save and leave; kill those that take too long."""
-        for one in running:
-            _signal(one, signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
-        while running:
-            one = running.pop()
-            # All share one grace: the second waits while the first saves.
-            with suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(0.1, until - time.monotonic()))
-            _signal(one, signal.SIGKILL)
-            one.process.wait()
-            self._ended(one)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def heard(*_: object) -> None:
-            self.received = True
-
-        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return good
 
     def _note(self, event: str, stage: Stage, **fields: Any) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -154,11 +125,6 @@ class Runner:
         with open(self.log, "a", encoding="utf-8") as file:
             file.write(json.dumps(told) + "\n")
         if event != "start":
+            done = sum(one.done for one in self.stages)
             shown = f"{fields['seconds']:.0f} s {fields.get('last', '')}"
-            print(f"{len(self.finished)}/{len(self.stages)} {event} {stage.name} {shown}", flush=True)
-
-
-def _signal(one: Running, number: int) -> None:
-    """To a stage and its children (each stage leads a group of its own)."""
-    with suppress(ProcessLookupError):
-        os.killpg(one.process.pid, number)
+            print(f"{done}/{len(self.stages)} {event} {stage.name} {shown}", flush=True)

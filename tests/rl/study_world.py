@@ -12,9 +12,8 @@ from earlyfusion.eval.measured import Measured, write_measured
 from earlyfusion.rl.study.plan import START, StudyConfig, beside, measured_file
 
 Effects = Mapping[tuple[str, str], float]
-"""(arm, label) -> change of accuracy; ("sharp", arm) is not one of them: see `sharpen`."""
-
-
+"""(arm, label) -> change of accuracy."""
+TWIN, PICTURE = "counting/0/twin", "counting/0/picture"
 ARMS = {"vision": "picture", "random": "picture", "text": "twin", "sft": "picture"}
 
 
@@ -27,39 +26,23 @@ def study(**changes) -> StudyConfig:
     tree = {
         "skill": "counting/0",
         "unrelated": "relation/0",
-        "seeds": 5,
-        "rl_seeds": 3,
         "pretrain": {"recipes": ["skills"]},
-        "measure": {"problems": 150, "samples": 4, "forms": ["twin", "picture"], "unrelated": False},
+        "measure": {"problems": 150, "samples": 4, "forms": ["twin", "picture"]},
         "arms": arms,
     }
     return StudyConfig.model_validate({**tree, **changes})
 
 
-def records(
-    rng, label: str, right: np.ndarray, p: np.ndarray, entropy: float, samples: int
-) -> list[Measured]:
+def records(rng, label: str, right: np.ndarray, p: np.ndarray, samples: int) -> list[Measured]:
     """One model's answers to one label. right: bool [I]; p: probability of the target [I]."""
     task, level, form = label.split("/")[:3]
-    return [
-        Measured(
-            task=task,
-            form=form,
-            key=f"{task}/test/{level}/{i}",
-            category="all",
-            prompt="",
-            target="1",
-            answer="1" if ok else "2",
-            score=float(ok),
-            solved=bool(ok),
-            p_target=float(q),
-            confidence=float(q if ok else 1 - q),
-            entropy=entropy,
-            sampled=tuple(float(x) for x in rng.random(samples) < q),
-            label=label,
-        )
-        for i, (ok, q) in enumerate(zip(right, p))
-    ]
+    found = []
+    for i, (ok, q) in enumerate(zip(right.tolist(), p.tolist())):
+        drawn = tuple((rng.random(samples) < q).astype(float))
+        about = (task, form, f"{task}/test/{level}/{i}", "all", "", "1", "1" if ok else "2")
+        sure = q if ok else 1 - q
+        found.append(Measured(*about, float(ok), ok, q, sure, 0.6, sampled=drawn, label=label))
+    return found
 
 
 def plant(
@@ -74,36 +57,28 @@ def plant(
     for p in range(config.seeds):
         base = {label: hard[label] + rng.normal(0, 0.1, items) < 0.5 for label in hard}
         sure = {label: np.where(base[label], 0.6, 0.3) for label in hard}
-        start = [r for label in hard for r in records(rng, label, base[label], sure[label], 0.6, samples)]
+        start = [r for label in hard for r in records(rng, label, base[label], sure[label], samples)]
         write_measured(measured_file(out, p, START), start)
-        for arm in config.arms:
-            for r in range(config.rl_seeds):
-                if arm.name == missing and p == config.seeds - 1:
-                    continue
-                made, matched = [], {}
-                for label in config.labels(arm):
-                    right, q = _after(rng, base[label], effects.get((arm.name, label), 0.0))
-                    cold = np.where(base[label], 0.9, 0.25)
-                    if arm.name == sharpen:
-                        right, q = base[label], cold
-                    made += records(rng, label, right, q, 0.3 if arm.name == sharpen else 0.6, samples)
-                    other = cold if arm.name == sharpen else sure[label]
-                    targets = {one.key: float(x) for one, x in zip(made[-items:], other)}
-                    matched[label] = {
-                        "temperature": 0.5,
-                        "entropy": 0.3,
-                        "reached": True,
-                        "p_target": targets,
-                    }
-                file = write_measured(measured_file(out, p, arm.name, r), made)
-                beside(file, "matched").write_text(json.dumps(matched))
+        for arm, run in config.runs():
+            if arm.name == missing and p == config.seeds - 1:
+                continue
+            made, matched = [], {}
+            for label in config.labels(arm):
+                right, other = changed(rng, base[label], effects.get((arm.name, label), 0.0)), sure[label]
+                q = np.where(right, 0.6, 0.3)
+                if arm.name == sharpen:
+                    right, q = base[label], np.where(base[label], 0.9, 0.25)
+                    other = q
+                made += records(rng, label, right, q, samples)
+                targets = {one.key: x for one, x in zip(made[-items:], other.tolist())}
+                about = {"temperature": 0.5, "entropy": 0.3, "reached": True}
+                matched[label] = {**about, "p_target": targets}
+            file = write_measured(measured_file(out, p, arm.name, run), made)
+            beside(file, "matched").write_text(json.dumps(matched))
 
 
-def _after(rng, base: np.ndarray, effect: float) -> tuple[np.ndarray, np.ndarray]:
-    """(right, p) after a run: a tenth of the answers change at random, and `effect` of them for good."""
+def changed(rng, base: np.ndarray, effect: float) -> np.ndarray:
+    """Right answers after a run: a tenth change at random, and `effect` of them for good."""
     right = np.where(rng.random(len(base)) < 0.1, rng.random(len(base)) < base.mean(), base)
-    moved = rng.random(len(base)) < abs(effect) / max(
-        1e-9, (1 - right.mean()) if effect > 0 else right.mean()
-    )
-    right = np.where(moved, effect > 0, right)
-    return right, np.where(right, 0.6, 0.3)
+    open_ = 1 - right.mean() if effect > 0 else right.mean()
+    return np.where(rng.random(len(base)) < abs(effect) / open_, effect > 0, right)

@@ -1,14 +1,11 @@
 """The linear probe: exact where the answer is planted, at chance where there is none, the states those of
 measuring."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from rl_cases import model_directory
 from scipy.special import stdtrit
-from study_world import study
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
@@ -18,8 +15,8 @@ from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.study.analysis import read_probes
-from earlyfusion.rl.study.plan import beside, measured_file
+from earlyfusion.rl.study.analysis import Model, probes
+from earlyfusion.rl.study.plan import START
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
 
 
@@ -83,40 +80,25 @@ def test_states_are_those_of_each_prompt_alone_and_the_last_chooses_the_first_to
 
 def test_the_probe_of_a_model_gives_every_pair_of_forms_at_every_depth(folder):
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
-    found = probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=24, test=12, seed=3)
-    assert set(found) == {"picture", "twin"}
-    depths = model.config.text.num_hidden_layers + 1
-    assert all(len(found[a][b]) == depths for a in found for b in found)
-    assert all(0 <= x <= 1 for a in found for b in found for x in found[a][b])
-    assert found == probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=24, test=12, seed=3)
+    given = (model, tokenizer, "odd_one_out/0", ["picture", "twin"])
+    found = probe(*given, fit=24, test=12, seed=3)
+    assert set(found) == {"picture>picture", "picture>twin", "twin>picture", "twin>twin"}
+    assert {len(row) for row in found.values()} == {model.config.text.num_hidden_layers + 1}
+    assert all(0 <= x <= 1 for row in found.values() for x in row)
+    assert found == probe(*given, fit=24, test=12, seed=3)
     assert not any(module._forward_pre_hooks for module in model.modules())  # nothing listens any longer
     with pytest.raises(DataError, match="at least 2"):
-        probe(model, tokenizer, "counting/0", ["picture"], fit=1, test=12, seed=3)
+        probe(*given, fit=1, test=12, seed=3)
 
 
-def test_changes_are_means_over_runs_and_starts_with_their_interval(tmp_path):
-    config = study()
-    rng = np.random.default_rng(0)
-    values = {}
-    for p in range(config.seeds):
-        for arm, runs in [("none", 1), ("vision", 2)]:
-            for r in range(runs):
-                values[p, arm, r] = rng.random(3)
-                file = beside(measured_file(tmp_path, p, arm, r), "probe")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"picture": {"twin": list(values[p, arm, r])}}))
-    found = read_probes(config, tmp_path)
-    deltas = np.array(
-        [
-            np.mean([values[p, "vision", r] for r in range(2)], axis=0) - values[p, "none", 0]
-            for p in range(config.seeds)
-        ]
-    )
-    vision = found["arms"]["vision"]["picture>twin"]
-    np.testing.assert_allclose(vision["change"], deltas.mean(0))
-    half = stdtrit(config.seeds - 1, 0.975) * deltas.std(0, ddof=1) / config.seeds**0.5
-    np.testing.assert_allclose(vision["high"], deltas.mean(0) + half)
-    assert list(found["arms"]) == ["vision"]
-    assert read_probes(config, tmp_path / "empty") == {}
-    alone = read_probes(config.model_copy(update={"seeds": 1}), tmp_path)
-    assert np.isnan(alone["arms"]["vision"]["picture>twin"]["low"]).all()
+def test_changes_are_means_over_runs_and_starts_with_their_interval():
+    start_PL, runs_PRL = np.random.default_rng(0).random((5, 3)), np.random.default_rng(1).random((5, 2, 3))
+    model = lambda depths: Model({}, {}, {"picture>twin": list(depths)})
+    models = {START: {p: [model(depths)] for p, depths in enumerate(start_PL)}}
+    models["vision"] = {p: [model(depths) for depths in runs] for p, runs in enumerate(runs_PRL)}
+    changes = probes(models)["arms"]["vision"]["picture>twin"]
+    deltas = runs_PRL.mean(1) - start_PL
+    half = stdtrit(4, 0.975) * deltas.std(0, ddof=1) / 5**0.5
+    np.testing.assert_allclose([one["value"] for one in changes], deltas.mean(0))
+    np.testing.assert_allclose([one["high"] for one in changes], deltas.mean(0) + half)
+    assert probes({START: {0: [Model({}, {}, {})]}}) == {}

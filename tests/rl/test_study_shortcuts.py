@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import random
-
 import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measured import Measured
-from earlyfusion.rl.study.analysis import analyse
-from earlyfusion.rl.study.plan import START, measured_file
-from earlyfusion.rl.study.report import headline
 from earlyfusion.rl.study.shortcuts import shortcut
-from tests.rl.study_world import plant, study
-
-TWIN = "counting/0/twin"
 
 
 def told(prompt: str, target: str, category: str = "all") -> Measured:
@@ -43,11 +34,8 @@ def test_a_word_of_another_category_or_inside_another_word_is_no_answer():
     rows = [told("reddish circle red", "red", "colour"), told("red circle", "circle", "shape")]
     found = shortcut(rows)
     assert tuple(found.values()) == ("answer word 1", 1.0, 1.0)
-
-
-@pytest.mark.parametrize("prompt", ["", "nothing of the kind", "\n\n"])
-def test_words_that_hold_no_answer_have_no_rule(prompt):
-    assert shortcut([told(prompt, "red"), told(prompt, "blue")]) is None
+    for prompt in ("", "nothing of the kind", "\n\n"):
+        assert shortcut([told(prompt, "red"), told(prompt, "blue")]) is None
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -59,21 +47,3 @@ def test_the_list_from_left_to_right_gives_the_leftmost_away_and_the_mixed_list_
     sorted_, mixed = shortcut(rows(2)), shortcut(rows(5))
     assert sorted_["rule"] == "first answer word of line 2" and sorted_["solves"] > 0.9
     assert mixed["solves"] < 0.75 and sorted_["at_random"] == pytest.approx(mixed["at_random"], abs=0.08)
-
-
-@pytest.mark.parametrize(("given_away", "warned"), [(0.97, True), (0.6, False)])
-def test_a_study_says_when_a_rule_of_place_solves_its_problems(tmp_path, given_away, warned):
-    config = study(seeds=2, rl_seeds=1)
-    plant(config, tmp_path, {})
-    draw = random.Random(0)
-    for seed in range(2):
-        file = measured_file(tmp_path, seed, START, 0)
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        for i, row in enumerate(rows):
-            row["target"], other = ("red", "blue") if i % 2 else ("blue", "red")
-            first, second = (row["target"], other) if draw.random() < given_away else (other, row["target"])
-            row["prompt"] = f"a {first} thing and a {second} thing"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = analyse(config, tmp_path, 200)
-    assert found["shortcuts"][TWIN]["rule"] == "answer word 1" or not warned
-    assert ("a gain can be that rule" in headline(found)) == warned
