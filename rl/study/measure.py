@@ -48,7 +48,11 @@ def examine(config: StudyConfig, folder: Path, file: Path, arm: Arm | None = Non
     kinds: dict[int, list[TaskEntry]] = {measure.samples: [], 0: []}
     for label in config.labels(arm):
         kinds[measure.samples if config.registered(label) else 0].append(entry_of(label))
-    sizes = {"problems": measure.problems, "seed": measure.seed, "max_new_tokens": measure.max_new_tokens}
+    sizes: dict[str, Any] = {
+        "problems": measure.problems,
+        "seed": measure.seed,
+        "max_new_tokens": measure.max_new_tokens,
+    }
     asked = []
     for samples, entries in kinds.items():
         if entries:
