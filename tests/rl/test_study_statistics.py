@@ -1,7 +1,6 @@
 """The statistics of the transfer study: against closed forms, and against planted truths."""
 
 import itertools
-import itertools
 import math
 
 import numpy as np
