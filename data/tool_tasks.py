@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from earlyfusion.data.synth.palette import COLOURS, on_side
+from earlyfusion.data.synth.graph import COLOURS, on_side
 from earlyfusion.data.synth.scene import Scene
 
 FILE = "image.png"

@@ -22,6 +22,7 @@ from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, json_object, utf8, within
 from earlyfusion.data.shards.fetch import (
+    TAR_ENDS,
     UNPACKED_FREE,
     UNPACKED_RATIO,
     as_local,
@@ -241,3 +242,15 @@ class TextFiles(InFiles):
 def text_cache(given: str | None = None) -> Path:
     """Where unpacked files and line positions lie: the option cache_dir, or $EF_CACHE/text."""
     return Path(given).expanduser() if given else cache_root() / "text"
+
+
+def guess_kind(path: str, local: Path | None) -> str:
+    """The kind of source that reads what is at `path` (`local`: the same as a path, None for a URL)."""
+    name = path.split("?")[0].lower()
+    if name.endswith((*LINES, *TABLES, ".txt", ".md")):
+        return "text_files"
+    # Of what cannot be listed shards are the likeliest.
+    if local is None or not local.is_dir() or any(p.name.endswith(TAR_ENDS) for p in local.rglob("*.t*")):
+        return "webdataset"
+    only_tables = any(local.rglob("*.parquet")) and not any(local.rglob("*.txt"))
+    return "text_files" if only_tables else "folder"

@@ -12,8 +12,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.graph import Graph, Question, yes_no
-from earlyfusion.data.synth.palette import COLOURS, Box, font, native_size, on_side
+from earlyfusion.data.synth.graph import COLOURS, Box, Graph, Question, font, native_size, on_side, yes_no
 
 # One digit: reading a value is not arithmetic.
 TOP_VALUE = 9

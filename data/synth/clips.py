@@ -13,8 +13,16 @@ from random import Random
 from PIL import Image
 
 from earlyfusion.data.sample import Video
-from earlyfusion.data.synth.graph import Graph, Question, article, pixels
-from earlyfusion.data.synth.palette import BACKGROUNDS, Box, native_size, pairs
+from earlyfusion.data.synth.graph import (
+    BACKGROUNDS,
+    Box,
+    Graph,
+    Question,
+    article,
+    native_size,
+    pairs,
+    pixels,
+)
 from earlyfusion.data.synth.scene import Scene, Thing
 
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}

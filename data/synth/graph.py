@@ -15,11 +15,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from math import cos, pi, sin
 from random import Random
 from typing import TypeAlias
 
 from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
 
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Video
 
 # Answers are text in every family: a benchmark compares words.
@@ -78,3 +83,103 @@ def pixels(box: Sequence[int]) -> str:
 def shares(box: Sequence[float]) -> str:
     """ "[0.12, 0.30, 0.40, 0.58]"."""
     return "[" + ", ".join(f"{x:.2f}" for x in box) + "]"
+
+
+Colour = tuple[int, int, int]
+Pair = tuple[str, str]
+"""(colour, shape)"""
+Box = tuple[int, int, int, int]
+"""(left, top, right, bottom) in pixels; right and bottom are the first column and row outside."""
+
+# Far enough apart that no JPEG makes one of another.
+COLOURS: dict[str, Colour] = {
+    "red": (220, 30, 30),
+    "green": (30, 160, 50),
+    "blue": (30, 60, 220),
+    "yellow": (240, 220, 40),
+    "black": (10, 10, 10),
+    "gray": (128, 128, 128),
+    "teal": (0, 150, 150),
+    "brown": (120, 70, 20),
+    "purple": (130, 40, 170),
+    "orange": (250, 140, 20),
+}
+# Pale: every colour above stands out on each.
+BACKGROUNDS: dict[str, Colour] = {
+    "white": (255, 255, 255),
+    "light gray": (215, 215, 215),
+    "pale blue": (205, 225, 250),
+}
+SHAPES = ("circle", "square", "triangle", "rectangle", "star", "diamond")
+HELDOUT_FRACTION = 0.12
+"""Share of combinations kept for evaluation, in every family of generated pictures."""
+
+
+def on_side(combination: str, heldout: bool) -> bool:
+    """Whether a combination belongs to that side; by the hash of its name, so that it never changes sides."""
+    return held_out(combination, HELDOUT_FRACTION) == heldout
+
+
+def pair_key(pair: Pair) -> str:
+    """The name by which a pair is held out."""
+    return f"pair/{pair[0]}/{pair[1]}"
+
+
+@cache
+def pairs(heldout: bool) -> tuple[Pair, ...]:
+    """(colour, shape) pairs of one side; the two sides share none."""
+    return tuple(pair for pair in product(COLOURS, SHAPES) if on_side(pair_key(pair), heldout))
+
+
+def paint(draw: ImageDraw.ImageDraw, shape: str, box: Box, colour: Colour) -> None:
+    """Fill `shape` so that its pixels touch all four sides of `box` and none lies outside."""
+    # Pillow's last pixel belongs to the shape, a box's right and bottom do not.
+    inner = (*box[:2], box[2] - 1, box[3] - 1)
+    if shape == "circle":
+        draw.ellipse(inner, fill=colour)
+    elif shape in ("square", "rectangle"):
+        draw.rectangle(inner, fill=colour)
+    else:
+        draw.polygon([(round(x), round(y)) for x, y in corners(shape, inner)], fill=colour)
+
+
+def _star() -> list[tuple[float, float]]:
+    """Ten corners stretched to the unit square."""
+    # Outer and inner corners in turn.
+    radii = [1.0, 0.42] * 5
+    xs = [radius * sin(i * pi / 5) for i, radius in enumerate(radii)]
+    ys = [-radius * cos(i * pi / 5) for i, radius in enumerate(radii)]
+    across, down = max(xs) - min(xs), max(ys) - min(ys)
+    return [((x - min(xs)) / across, (y - min(ys)) / down) for x, y in zip(xs, ys)]
+
+
+_SQUARE = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
+_OUTLINES: dict[str, list[tuple[float, float]]] = {
+    "circle": [(0.5 + 0.5 * cos(i * pi / 12), 0.5 + 0.5 * sin(i * pi / 12)) for i in range(24)],
+    "square": _SQUARE,
+    "rectangle": _SQUARE,
+    "triangle": [(0.5, 0.0), (1.0, 1.0), (0.0, 1.0)],
+    "diamond": [(0.5, 0.0), (1.0, 0.5), (0.5, 1.0), (0.0, 0.5)],
+    "star": _star(),
+}
+
+
+def corners(shape: str, box: Box) -> list[tuple[float, float]]:
+    """The outline of `shape` in `box` as a polygon in pixels; a circle as 24 corners."""
+    left, top, right, bottom = box
+    return [(left + x * (right - left), top + y * (bottom - top)) for x, y in _OUTLINES[shape]]
+
+
+@cache
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's built-in font at `size` pixels."""
+    return ImageFont.load_default(size)
+
+
+def native_size(rng: Random, min_side: int, max_side: int) -> tuple[int, int]:
+    """(width, height): a longest side in the range and an aspect ratio from 1:3 to 3:1, as far as min_side
+    allows."""
+    # Native sizes of every aspect, as real pictures have: nothing is cropped to a square.
+    long_side = rng.randint(min_side, max_side)
+    short_side = max(min_side, round(long_side / 3.0 ** rng.random()))
+    return (long_side, short_side) if rng.random() < 0.5 else (short_side, long_side)

@@ -13,8 +13,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.graph import Graph, Question, article
-from earlyfusion.data.synth.palette import COLOURS, on_side
+from earlyfusion.data.synth.graph import COLOURS, Graph, Question, article, on_side
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,22 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.graph import Graph, Question, article, pixels, shares, yes_no
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Box, Pair, native_size, paint, pairs
+from earlyfusion.data.synth.graph import (
+    BACKGROUNDS,
+    COLOURS,
+    SHAPES,
+    Box,
+    Graph,
+    Pair,
+    Question,
+    article,
+    native_size,
+    paint,
+    pairs,
+    pixels,
+    shares,
+    yes_no,
+)
 
 # Gaps between the sizes: small and medium cannot be confused.
 SIZES = {"small": (0.17, 0.22), "medium": (0.27, 0.33), "large": (0.40, 0.50)}

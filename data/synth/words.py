@@ -14,8 +14,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.graph import Graph, Question, article
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, font, on_side
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, Graph, Question, article, font, on_side
 
 ASK_TEXT = "what does the text say?"
 # Common words of four letters or so: short enough for small pictures.

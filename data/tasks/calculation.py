@@ -10,7 +10,7 @@ from math import radians, tan
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.palette import COLOURS, font
+from earlyfusion.data.synth.graph import COLOURS, font
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.rendering import INK, PAPER, render_text
 from earlyfusion.data.tasks.scoring import rewards

@@ -14,7 +14,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.palette import COLOURS, font
+from earlyfusion.data.synth.graph import COLOURS, font
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring import rewards
 

@@ -13,7 +13,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.palette import COLOURS
+from earlyfusion.data.synth.graph import COLOURS
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring.text import tame
 

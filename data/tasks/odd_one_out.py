@@ -7,8 +7,8 @@ from collections import Counter
 
 from PIL import Image, ImageDraw
 
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, SHAPES, Pair, paint, pair_key, pairs
 from earlyfusion.data.synth.grid import board_words
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Pair, paint, pair_key, pairs
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.scoring import rewards
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from earlyfusion.data.synth.graph import shares
-from earlyfusion.data.synth.palette import Box, corners, pair_key, pairs
+from earlyfusion.data.synth.graph import Box, corners, pair_key, pairs, shares
 from earlyfusion.data.synth.scene import Scene, Thing, named
 from earlyfusion.data.tasks.problem import Kind, Knobs, Problem, about, task
 from earlyfusion.data.tasks.scenes import MEDIUM, SMALL, SceneTask, part_of
 from earlyfusion.data.tasks.scoring import rewards
-from earlyfusion.data.tasks.scoring.boxes import grounding_scores, parse_boxes
+from earlyfusion.data.tasks.scoring.rewards import grounding_scores, parse_boxes
 from earlyfusion.data.tasks.scoring.text import first_line
 
 
@@ -24,7 +23,7 @@ class PlaceTask(SceneTask):
     def draw(self, rng, heldout, knobs):
         """See Task."""
         scene, shown = self.scene(rng, heldout, knobs)
-        what = rng.choice(knobs.get("what", ("one",)))
+        what = rng.choice(knobs["what"]) if "what" in knobs else "one"
         # What is named is of the side; whatever shares its name is asked for with it.
         pair = rng.choice(shown).pair
         part = rng.choice(("colour", "shape", "pair")) if what == "all" else "pair"

@@ -36,8 +36,7 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
-from earlyfusion.data.synth.graph import Graph, Question
-from earlyfusion.data.synth.palette import HELDOUT_FRACTION
+from earlyfusion.data.synth.graph import HELDOUT_FRACTION, Graph, Question
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.text import exact_match, first_line

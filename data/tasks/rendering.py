@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.palette import font
+from earlyfusion.data.synth.graph import font
 
 SIZE, COLUMNS, MARGIN = 10, 44, 2
 INK, PAPER = (10, 10, 10), (255, 255, 255)

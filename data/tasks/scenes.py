@@ -12,8 +12,7 @@ from functools import partial
 from itertools import pairwise
 from random import Random
 
-from earlyfusion.data.synth.graph import Question
-from earlyfusion.data.synth.palette import COLOURS, SHAPES, Pair, pair_key, pairs
+from earlyfusion.data.synth.graph import COLOURS, SHAPES, Pair, Question, pair_key, pairs
 from earlyfusion.data.synth.scene import Scene, Thing, ask_relation, relations
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, Kind, Knobs, Task, about, task
 from earlyfusion.data.tasks.scoring import rewards

@@ -27,8 +27,8 @@ from earlyfusion.data.prepare.rows import InputOptions
 from earlyfusion.data.prepare.work import key_of
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Options, SourceConfig, build_source, explain_options
-from earlyfusion.data.sources.guess import guess_kind
 from earlyfusion.data.sources.shards import ShardsOptions
+from earlyfusion.data.sources.text_files import guess_kind
 from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions

@@ -37,7 +37,7 @@ from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
 from earlyfusion.data.tasks.places import named_box
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.data.tasks.scoring.boxes import iou
+from earlyfusion.data.tasks.scoring.rewards import iou
 from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.protocol import (
     EvalError,

@@ -30,8 +30,8 @@ from earlyfusion.data.prepare.work import open_tokenizer
 from earlyfusion.data.shards.fetch import TABLES, TOTALS, as_local, braces, is_url
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source
 from earlyfusion.data.sources.folder import Folder
-from earlyfusion.data.sources.guess import guess_kind
 from earlyfusion.data.sources.shards import WebDataset
+from earlyfusion.data.sources.text_files import guess_kind
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import one_line

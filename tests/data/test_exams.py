@@ -6,7 +6,7 @@ import pytest
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.synth.palette import pairs
+from earlyfusion.data.synth.graph import pairs
 from earlyfusion.data.tasks.problem import TaskError
 from earlyfusion.data.tasks.registry import make_task
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from earlyfusion.data.tasks.scoring import boxes as metrics_boxes
+from earlyfusion.data.tasks.scoring import rewards as metrics_boxes
 from earlyfusion.data.tasks.scoring import text as metrics
 from earlyfusion.data.tasks.scoring.answers import candidates, open_match
 
@@ -115,7 +115,7 @@ def test_boxes_are_read_in_every_public_form():
 
 
 def test_boxes_are_read_as_training_writes_them():
-    from earlyfusion.data.formats.grounding import write_regions
+    from earlyfusion.data.formats.regions import write_regions
     from earlyfusion.data.sample import Region, Regions
 
     boxes = [(12.0, 30.0, 200.0, 181.0), (0.0, 0.0, 320.0, 240.0)]

@@ -8,8 +8,8 @@ from earlyfusion.data.sample import Image, Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.charts import Chart
 from earlyfusion.data.synth.clips import DIRECTIONS, Clip
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, SHAPES, pairs
 from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, pairs
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.synth.words import ASK_TEXT, Sign, vocabulary
 

@@ -11,7 +11,7 @@ import pytest
 
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.synth.palette import pairs
+from earlyfusion.data.synth.graph import pairs
 from earlyfusion.data.synth.words import vocabulary
 from earlyfusion.data.tasks.maze import canonical, carve, door
 from earlyfusion.data.tasks.problem import Problem, TaskError

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.formats.grounding import write_regions
+from earlyfusion.data.formats.regions import write_regions
 from earlyfusion.data.sample import Region, Regions
-from earlyfusion.data.synth.palette import SHAPES, corners, paint
+from earlyfusion.data.synth.graph import SHAPES, corners, paint
 from earlyfusion.data.tasks.maze import carve, distances, parse_moves, shortest, ways
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.data.tasks.scoring import rewards as scoring

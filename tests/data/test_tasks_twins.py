@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.charts import Chart
 from earlyfusion.data.synth.clips import Clip
+from earlyfusion.data.synth.graph import COLOURS, font
 from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.palette import COLOURS, font
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.synth.words import Sign
 from earlyfusion.data.tasks.registry import EXAMS, PROCEDURAL, make_task

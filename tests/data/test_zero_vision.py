@@ -15,7 +15,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.synth.palette import COLOURS, pairs
+from earlyfusion.data.synth.graph import COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tool_tasks import CELL, FILE, GRID_KINDS, Grid, filled, grid_facts, grid_sizes
 
