@@ -80,7 +80,7 @@ def test_the_arms_are_three_lines_over_nano_and_of_equal_budget():
         schedule = mix_schedule(stage, {source.name: source.weight for source in config.data.sources})
         shares = [schedule.at(step + 0.5)[1]["vision"] for step in range(stage.steps)]
         assert sum(shares) / stage.steps == pytest.approx(BUDGET, rel=1e-12)
-        assert schedule.vision_share(start * stage.steps) == share
+        assert schedule.at(start * stage.steps)[1]["vision"] == share
         plain = stage.model_copy(update={"vision_share": None, "mix": []})
         assert config.model_copy(update={"stages": [plain], "run": nano.run}) == nano
         assert f"vision {100 * share:.1f} %" in describe_mix(stage, {"a": 1.0})
