@@ -94,12 +94,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class LogProb:
-    """sum: nats over the continuation. tokens and bytes (UTF-8) of it. greedy: every token was the argmax."""
+    """sum: nats over the continuation. tokens of it. greedy: every token was the argmax."""
 
-    sum: float
-    tokens: int
-    bytes: int
-    greedy: bool
+    sum: float = 0.0
+    tokens: int = 0
+    greedy: bool = True
+
+    def __add__(self, more: LogProb) -> LogProb:
+        """Of a continuation and what follows it."""
+        return LogProb(self.sum + more.sum, self.tokens + more.tokens, self.greedy and more.greedy)
 
 
 class Model(Protocol):

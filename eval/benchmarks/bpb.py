@@ -126,8 +126,9 @@ class BitsPerByte(BaseTask):
         (output,) = outputs
         # Nats to bits; bytes and not tokens below, so that tokenizers can be compared.
         bits = -output.sum / math.log(2)
-        about = {"bits": bits, "bytes": output.bytes, "predicted": output.tokens}
-        return {"extracted": round(bits / output.bytes, 6), "score": -bits / output.bytes, **about}
+        size = len(f"{question.prompt}".encode())
+        about = {"bits": bits, "bytes": size, "predicted": output.tokens}
+        return {"extracted": round(bits / size, 6), "score": -bits / size, **about}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""

@@ -11,7 +11,6 @@ import torch
 from earlyfusion.eval.models.engine import load_own
 from earlyfusion.eval.models.hf import load_hf
 from earlyfusion.eval.models.http import EndpointModel
-from earlyfusion.eval.models.tokens import TokenModel
 from earlyfusion.eval.protocol import EvalError, Model
 from earlyfusion.model.hub.config import MODEL_TYPE, model_folder
 
@@ -39,26 +38,21 @@ def open_model(
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
 
     options: dict[str, Any] = {"device": usable_device(device), "dtype": DTYPES.get(dtype)}
-    options |= {"batch_size": batch_size, "batch_tokens": batch_tokens}
-    model: TokenModel
+    options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
-        model = load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
-    else:
-        folder = model_folder(given)
-        # A checkpoint of another library is told apart from no checkpoint at all.
-        try:
-            kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            kind = None
-        if kind != MODEL_TYPE:
-            raise EvalError(
-                f"--model {given}: not a model directory of this project (model_type {kind!r}); give a"
-                f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
-            )
-        model = load_own(folder, chat=chat, **options)
-    # Set behind both loaders, since it is the same promise of both.
-    model.one_by_one = exact
-    return model
+        return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
+    folder = model_folder(given)
+    # A checkpoint of another library is told apart from no checkpoint at all.
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        kind = None
+    if kind != MODEL_TYPE:
+        raise EvalError(
+            f"--model {given}: not a model directory of this project (model_type {kind!r}); give a"
+            f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
+        )
+    return load_own(folder, chat=chat, **options)
 
 
 def usable_device(name: str) -> str:

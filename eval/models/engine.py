@@ -16,20 +16,12 @@ import torch
 from earlyfusion.data.chat.template import Message, template_of
 from earlyfusion.data.chat.tokens import ChatStream, encode_chat
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import END_OF_MSG, Tokenizer
 from earlyfusion.eval.heldout import Loss, Room, measure
-from earlyfusion.eval.models.tokens import (
-    Context,
-    Opening,
-    Piece,
-    Scored,
-    TokenModel,
-    cut_at,
-    weights_of,
-)
-from earlyfusion.eval.protocol import Generation, LossRequest, Prompt
+from earlyfusion.eval.models.tokens import Context, Piece, TokenModel, cut_at, weights_of
+from earlyfusion.eval.protocol import GenerateRequest, Generation, LogProb, LossRequest, Prompt
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Prompt as OpenDocument
 from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest, TokenPrompt
@@ -87,19 +79,18 @@ class EngineModel(TokenModel):
         ids = self.tokenizer.encode(text)
         return (self.begin_id, *ids) if begin else ids
 
-    def encode_media(self, segments: Sequence[Segment]) -> Piece:
+    def encode_media(self, segments: Prompt) -> Piece:
         """See TokenModel."""
         # An open document: what follows is the model's.
-        encoded = encode(Sample(segments, "prompt", "0"), self.tokenizer, self.model.config.vision, eos=False)
-        return Piece(tuple(encoded.ids.tolist()), encoded)
+        sample = Sample(segments, "prompt", "0")  # type: ignore[arg-type]
+        return _piece(encode(sample, self.tokenizer, self.model.config.vision, eos=False))
 
     def encode_prompt(self, prompt: Prompt, shared: int = 0) -> Piece:
         """See TokenModel; with `chat` an open document in which the assistant is to speak."""
         if not self.chat:
             return super().encode_prompt(prompt, shared)
         message = Message("user", as_message(prompt))
-        encoded = encode_chat([message], self.tokenizer, self.model.config.vision)
-        return Piece(tuple(encoded.ids.tolist()), encoded)
+        return _piece(encode_chat([message], self.tokenizer, self.model.config.vision))
 
     @property
     def asks_qa(self) -> bool:
@@ -110,11 +101,15 @@ class EngineModel(TokenModel):
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""
         # The hash and not the path tells models apart: folders are renamed and retrained.
-        found = {"kind": "earlyfusion", "path": str(self.directory) if self.directory else None}
-        found |= {"tokenizer": self.tokenizer.hash, **weights_of(self.model, self.directory)}
-        return {**found, "chat": True} if self.chat else found
+        return {
+            "kind": "earlyfusion",
+            "path": str(self.directory) if self.directory else None,
+            "tokenizer": self.tokenizer.hash,
+            **weights_of(self.model, self.directory),
+            **({"chat": True} if self.chat else {}),
+        }
 
-    def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
+    def score(self, contexts: Sequence[Context]) -> list[list[LogProb]]:
         """See TokenModel."""
         # The memory is made for the longest request, so that none is turned away.
         requests, longest = [], 0
@@ -124,7 +119,7 @@ class EngineModel(TokenModel):
             longest = max(longest, len(piece.ids) + max(map(len, continuations)))
         found = []
         for scores in self._engine_of(longest, len(requests)).score(requests):
-            found.append([Scored(score.logprobs, score.greedy) for score in scores])
+            found.append([LogProb(sum(one.logprobs), len(one.logprobs), one.greedy) for one in scores])
         return found
 
     def losses(self, requests: Sequence[LossRequest]) -> list[Loss | BadSample]:
@@ -136,41 +131,41 @@ class EngineModel(TokenModel):
         samples = (partial(getattr, request, "sample") for request in requests)
         return measure(self.model, self.tokenizer, samples, room)
 
-    def write(self, openings: Sequence[Opening]) -> list[Generation]:
+    def write(self, pieces: Sequence[Piece], requests: Sequence[GenerateRequest]) -> list[Generation]:
         """See TokenModel."""
-        requests, longest = [], 0
-        for number, (piece, asked, room) in enumerate(openings):
+        opened, longest = [], 0
+        for number, (piece, asked) in enumerate(zip(pieces, requests)):
+            room = asked.max_new_tokens
             # In a chat only what is said is searched for stop strings, and the engine sees the thoughts too.
             stop = () if self.chat else asked.stop
             params = SamplingParams(room, asked.temperature, asked.top_p, stop=stop, seed=asked.seed)
             # The engine's noise depends on the request's seed alone, not on its number or neighbours.
-            requests.append(Request(str(number), document(piece), params, noise="answer"))
+            opened.append(Request(str(number), document(piece), params, noise="answer"))
             longest = max(longest, len(piece.ids) + room)
 
         answers = []
-        for opening, done in zip(openings, self._engine_of(longest, len(openings)).generate(requests)):
+        for asked, done in zip(requests, self._engine_of(longest, len(opened)).generate(opened)):
             # The stop token is among the engine's ids and no part of an answer.
             ended, ids, text = done.finish_reason == "stop", done.ids, done.text
             if ended and ids[-1] in self.stop_ids:
                 ids = ids[:-1]
             if self.chat:
-                text, cut = cut_at(self.decode(ids), opening.request.stop)
+                text, cut = cut_at(ChatStream(self.tokenizer).content(ids), asked.stop)
                 ended |= cut
             answers.append(Generation(text, len(ids), "stop" if ended else "length"))
         return answers
 
     def _engine_of(self, longest: int, waiting: int) -> Engine:
         """An engine in which batch_size sequences of this length fit."""
-        slots = 1 if self.one_by_one else self.batch_size
         # Every sequence and every kept prefix may be of the longest length.
-        pages = (slots + KEPT_PREFIXES) * (-(-longest // PAGE) + 1)
+        pages = (self.batch_size + KEPT_PREFIXES) * (-(-longest // PAGE) + 1)
 
         if self._engine is None or pages > self._pages or waiting > self._engine.max_waiting:
             self._engine, self._pages = None, pages  # the old one's memory goes first
             self._engine = Engine(
                 self.model,
                 self.tokenizer,
-                max_slots=slots,
+                max_slots=self.batch_size,
                 page_size=PAGE,
                 max_pages=pages,
                 prefill_chunk=CHUNK,
@@ -179,15 +174,13 @@ class EngineModel(TokenModel):
             )
         return self._engine
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of generated ids; of a message, what is said."""
-        if self.chat:
-            return ChatStream(self.tokenizer).content(ids)
-        return self.tokenizer.decode(ids, skip_special=True)
-
     def forget(self) -> None:
         """Drop the engine (call after the weights have changed)."""
         self._engine = None
+
+
+def _piece(encoded: Encoded) -> Piece:
+    return Piece(tuple(encoded.ids.tolist()), encoded)
 
 
 def document(piece: Piece) -> OpenDocument:

@@ -25,19 +25,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers.utils import logging
 
-from earlyfusion.eval.models.tokens import (
-    Context,
-    Ids,
-    Opening,
-    Piece,
-    Scored,
-    TokenModel,
-    cut_at,
-    weights_of,
-)
-from earlyfusion.eval.protocol import EvalError, Generation
+from earlyfusion.eval.models.tokens import Context, Ids, Piece, TokenModel, cut_at, weights_of
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, LogProb
 from earlyfusion.model.engine.requests import SamplingParams
 from earlyfusion.model.engine.sampler import Controls, Needs, choose, sequence_key
 
@@ -50,138 +42,88 @@ CPU_TOKENS = 512
 PLAIN_LAYERS = {"full_attention", "attention"}
 
 
-class RowCache(transformers.DynamicCache):
-    """Keys and values, every row's tokens side by side from slot 0, whatever the padding was.
+class Rows(transformers.DynamicCache):
+    """Sequences that were read up to some token; copies of them can be read on.
 
-    So no hole ever stands between a row's tokens: sums over keys have the same terms in the same order for
-    every batch.
+    Every row's keys and values stand side by side from slot 0, whatever the padding was: no hole ever stands
+    between a row's tokens, so sums over keys have the same terms in the same order for every batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: HfModel, ids: Sequence[Ids]) -> None:
         super().__init__()
-        self.stored: dict[tuple[int, str], Tensor] = {}
+        self.owner, self.ids = owner, list(ids)
+        self.stored: dict[tuple[int, int], Tensor] = {}
 
-    def expect(self, real_NW: Tensor, places_NW: Tensor, slots: int) -> None:
-        """Announce a call: which of its tokens are real, their places in their rows, how many slots it
-        sees."""
-        self.real_NW, self.places_NW, self.slots = real_NW, places_NW, slots
+    def select(self, index: Sequence[int]) -> Rows:
+        """Sequence i of the result continues this one's sequence index[i]. This one stays usable."""
+        rows = Rows(self.owner, [self.ids[i] for i in index])
+        at = torch.tensor(index, device=self.owner.device)
+        rows.stored = {name: tensor.index_select(0, at) for name, tensor in self.stored.items()}
+        return rows
+
+    def read(self, new: Sequence[Ids], step: bool = False) -> list[Tensor]:
+        """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token
+        each."""
+        owner, past = self.owner, torch.tensor([len(ids) for ids in self.ids])
+        self.ids = [ids + row for ids, row in zip(self.ids, new)]
+        rows = new
+        if not owner.cached:  # the whole of every row is read again
+            rows, past = self.ids, torch.zeros_like(past)
+
+        # Rows are padded on the right; padding repeats the place of the last token and is masked.
+        new_N = torch.tensor([len(row) for row in rows])
+        width = 1 if step and owner.cached else _rounded(int(new_N.max()), WIDTH)
+        offset_NW = torch.arange(width).expand(len(rows), width)
+        real_NW = offset_NW < new_N[:, None]
+        ids_NW = torch.full((len(rows), width), owner.pad_id)
+        ids_NW[real_NW] = torch.tensor(list(chain(*rows)))
+        places_NW = past[:, None] + offset_NW.minimum(new_N[:, None] - 1)
+
+        seen, cache = real_NW.long(), None
+        if owner.cached:
+            cache, self.real_NW, self.places_NW = self, real_NW.to(owner.device), places_NW.to(owner.device)
+            self.slots = _rounded(int((past + new_N).max()), owner.key_block)
+            # A token sees the slots up to its own, which are all filled by its row.
+            hidden_NWL = torch.arange(self.slots) > places_NW[:, :, None]
+            mask_NWL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
+            seen = mask_NWL.masked_fill_(hidden_NWL, torch.finfo(owner.model.dtype).min)[:, None]
+        hidden_NWD = owner.model.base_model(
+            ids_NW.to(owner.device),
+            attention_mask=seen.to(owner.device),
+            position_ids=places_NW.to(owner.device),
+            past_key_values=cache,
+            use_cache=owner.cached,
+        ).last_hidden_state
+        return [h[len(row) - len(own) : len(row)] for h, row, own in zip(hidden_NWD, rows, new)]
+
+    # what transformers asks of a cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the real tokens [N, heads, W, width]; returns everything visible [N, heads, slots, width]."""
-        keys = self._stored((layer_idx, "keys"), key_states)
-        return keys, self._stored((layer_idx, "values"), value_states)
-
-    def _stored(self, name: tuple[int, str], new: Tensor) -> Tensor:
-        old = self.stored.get(name)
-        # Room grows by a quarter at least, so that a long answer does not copy the cache at every token.
-        if old is None or old.shape[1] < self.slots:
-            grown = new.new_zeros(
-                new.shape[0], self.slots if old is None else self.slots * 5 // 4, new.shape[1], new.shape[3]
-            )
-            if old is not None:
-                grown[:, : old.shape[1]] = old
-            old = self.stored[name] = grown
-
-        # Only real tokens are stored, each at its own place of its row.
-        rows_NW = torch.arange(new.shape[0], device=new.device)[:, None].expand_as(self.places_NW)
-        at = rows_NW[self.real_NW], self.places_NW[self.real_NW]
-        old[at] = new.transpose(1, 2)[self.real_NW]
-        return old[:, : self.slots].transpose(1, 2)
+        rows_N1 = torch.arange(len(self.ids), device=key_states.device)[:, None]
+        at = rows_N1.expand_as(self.places_NW)[self.real_NW], self.places_NW[self.real_NW]
+        visible = []
+        for part, states in enumerate((key_states, value_states)):
+            fresh = states.transpose(1, 2)
+            kept = self.stored.get((layer_idx, part), fresh[:, :0])
+            # Room grows by a quarter at once: neither a long answer nor the tail behind a prefix that was
+            # copied has to copy the cache again at every call.
+            if kept.shape[1] < self.slots:
+                more = self.slots * 5 // 4 - kept.shape[1]
+                kept = self.stored[layer_idx, part] = functional.pad(kept, (0, 0, 0, 0, 0, more))
+            kept[at] = fresh[self.real_NW]  # each token at its own place of its row
+            visible.append(kept[:, : self.slots].transpose(1, 2))
+        return visible[0], visible[1]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         """Tokens before those of this call, in the longest row."""
         return int(self.places_NW[:, 0].max())
 
-    def select(self, index: Tensor) -> RowCache:
-        """Copies of these rows."""
-        copied = RowCache()
-        copied.stored = {name: tensor.index_select(0, index) for name, tensor in self.stored.items()}
-        return copied
-
-
-class Rows:
-    """Sequences that were read up to some token; copies of them can be read on."""
-
-    def __init__(self, owner: HfModel, ids: list[Ids], cache: RowCache | None) -> None:
-        self.owner, self.ids, self.cache = owner, ids, cache
-
-    def select(self, index: Sequence[int]) -> Rows:
-        """Sequence i of the result continues this one's sequence index[i]. This one stays usable."""
-        cache = None
-        if self.cache is not None:
-            cache = self.cache.select(torch.tensor(index, device=self.owner.device))
-        return Rows(self.owner, [self.ids[i] for i in index], cache)
-
-    def read(self, new: Sequence[Ids], step: bool = False) -> list[Tensor]:
-        """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token
-        each."""
-        past = [len(ids) for ids in self.ids]
-        self.ids = [ids + row for ids, row in zip(self.ids, new)]
-        if self.cache is None:  # the whole of every row is read again
-            hidden_NWD = self._forward(self.ids, [0] * len(past), step=False)
-            return [hidden_WD[n : len(ids)] for hidden_WD, n, ids in zip(hidden_NWD, past, self.ids)]
-        hidden_NWD = self._forward(new, past, step)
-        return [hidden_WD[: len(row)] for hidden_WD, row in zip(hidden_NWD, new)]
-
-    def _forward(self, rows: Sequence[Ids], past: list[int], step: bool) -> Tensor:
-        """States [N, W, D] of new tokens that stand behind `past` tokens of their rows."""
-        owner, device = self.owner, self.owner.device
-        width = 1 if step else _rounded(max(map(len, rows)), WIDTH)
-        new_N = torch.tensor([len(row) for row in rows])
-        offset_NW = torch.arange(width).expand(len(rows), width)
-        real_NW = offset_NW < new_N[:, None]
-        # Rows are padded on the right; padding repeats the place of the last token and is masked.
-        ids_NW = torch.full((len(rows), width), owner.pad_id)
-        ids_NW[real_NW] = torch.tensor(list(chain(*rows)))
-        places_NW = torch.tensor(past)[:, None] + offset_NW.minimum(new_N[:, None] - 1)
-
-        arguments: dict[str, Any] = {"position_ids": places_NW.to(device), "use_cache": False}
-        if self.cache is None:
-            arguments["attention_mask"] = real_NW.long().to(device)
-        else:
-            slots = _rounded(int((torch.tensor(past) + new_N).max()), owner.key_block)
-            self.cache.expect(real_NW.to(device), places_NW.to(device), slots)
-            # A token sees the slots up to its own, which are all filled by its row.
-            hidden_NWL = torch.arange(slots) > places_NW[:, :, None]
-            mask_NWL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
-            mask_NWL.masked_fill_(hidden_NWL, torch.finfo(owner.model.dtype).min)
-            arguments |= {"attention_mask": mask_NWL[:, None].to(device), "past_key_values": self.cache}
-            arguments["use_cache"] = True
-        return owner.model.base_model(ids_NW.to(device), **arguments).last_hidden_state
-
 
 def _rounded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-class Answer:
-    """An answer being written."""
-
-    def __init__(self, opening: Opening, model: HfModel) -> None:
-        asked = opening.request
-        # Options out of range are refused as for a model of ours, and the same noise is drawn.
-        self.params = SamplingParams(opening.room, asked.temperature, asked.top_p, stop=asked.stop)
-        self.key, self.model = sequence_key(asked.seed, "answer", 0), model
-        self.ids: list[int] = []
-        # A stop string of c characters ends within the last 4 c bytes: as many tokens, plus one cut.
-        self.tail = 4 * max(map(len, asked.stop), default=0) + 4
-        self.result: Generation | None = None
-
-    def take(self, token: int) -> None:
-        """Add a token; the result is there when the answer is complete."""
-        decode, stops = self.model.decode, self.params.stop
-        if token in self.model.stop_ids:
-            self.result = Generation(decode(self.ids), len(self.ids), "stop")
-            return
-        self.ids.append(token)
-        near = cut_at(decode(self.ids[-self.tail :]), stops)[1] if stops else False
-        full = len(self.ids) >= self.params.max_new_tokens
-        if near or full:
-            text, cut = cut_at(decode(self.ids), stops)
-            if cut or full:
-                self.result = Generation(text, len(self.ids), "stop" if cut else "length")
 
 
 class HfModel(TokenModel):
@@ -223,9 +165,7 @@ class HfModel(TokenModel):
 
     def encode(self, text: str, begin: bool) -> Sequence[int]:
         """See TokenModel; `begin` leaves it to the tokenizer which special tokens it adds."""
-        if begin:
-            return self.tokenizer.encode(text)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, **({} if begin else {"add_special_tokens": False}))
 
     def encode_prompt(self, prompt: Any, shared: int = 0) -> Piece:
         """A prompt to continue; with `chat` it is put as the user's message."""
@@ -259,8 +199,6 @@ class HfModel(TokenModel):
         while order:
             # What is padded counts as read: the first row, the longest, sets the width of all.
             most = min(self.batch_size, max(1, tokens // max(1, lengths[order[0]])))
-            if self.one_by_one:
-                most = 1
             yield [rows[place] for place in order[:most]]
             del order[:most]
 
@@ -273,19 +211,14 @@ class HfModel(TokenModel):
         for place, piece in enumerate(pieces):
             groups.setdefault(piece.ids[: piece.shared if self.cached else 0], []).append(place)
         for prefix, places in groups.items():
+            start = self.prefix(prefix)
             lengths = [len(pieces[place].ids) - len(prefix) for place in places]
             for batch in self._fill(places, lengths, tokens):
-                if prefix:
-                    rows = self.prefix(prefix).select([0] * len(batch))
-                else:
-                    rows = self._empty(len(batch))
+                rows = start.select([0] * len(batch))
                 yield batch, rows, rows.read([pieces[place].ids[len(prefix) :] for place in batch])
 
-    def _empty(self, count: int) -> Rows:
-        return Rows(self, [()] * count, RowCache() if self.cached else None)
-
     def _read_prefix(self, prefix: Ids) -> Rows:
-        rows = self._empty(1)
+        rows = Rows(self, [()])
         # A long prefix is read in pieces: its activations would not fit.
         for start in range(0, len(prefix), self.batch_tokens):
             rows.read([prefix[start : start + self.batch_tokens]])
@@ -298,20 +231,18 @@ class HfModel(TokenModel):
     # scoring
 
     @torch.no_grad()
-    def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
+    def score(self, contexts: Sequence[Context]) -> list[list[LogProb]]:
         """See TokenModel."""
-        results: dict[int, list[Scored]] = {}
-        tokens = self.batch_tokens
-        if self.device.type == "cpu":
-            tokens = min(tokens, CPU_TOKENS)
+        results: dict[int, list[LogProb]] = {}
+        tokens = min(self.batch_tokens, CPU_TOKENS if self.device.type == "cpu" else self.batch_tokens)
         for places, rows, states in self._batches([context.piece for context in contexts], tokens):
             # The state after a context knows the first token of all its continuations.
             logp_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS).log_softmax(-1)
-            longer = []
+            longer: list[tuple[int, int, int]] = []
             for n, (place, best) in enumerate(zip(places, logp_NV.argmax(-1).tolist())):
                 continuations = contexts[place].continuations
                 values = logp_NV[n, [ids[0] for ids in continuations]].tolist()
-                results[place] = [Scored([v], ids[0] == best) for v, ids in zip(values, continuations)]
+                results[place] = [LogProb(v, 1, ids[0] == best) for v, ids in zip(values, continuations)]
                 longer += [(n, place, c) for c, ids in enumerate(continuations) if len(ids) > 1]
 
             # Longer ones are read on from copies of it.
@@ -320,66 +251,82 @@ class HfModel(TokenModel):
                 own_ids = [contexts[place].continuations[c] for _, place, c in chunk]
                 read = rows.select([n for n, _, _ in chunk]).read([ids[:-1] for ids in own_ids])
                 for (_, place, c), ids, states_TD in zip(chunk, own_ids, read):
-                    first, rest = results[place][c], self._score_tokens(states_TD, ids[1:])
-                    results[place][c] = Scored([*first.values, *rest.values], first.greedy and rest.greedy)
+                    results[place][c] += self._score_tokens(states_TD, torch.tensor(ids[1:]))
         return [results[place] for place in range(len(contexts))]
 
-    def _score_tokens(self, states_TD: Tensor, ids: Ids) -> Scored:
+    def _score_tokens(self, states_TD: Tensor, ids_T: Tensor) -> LogProb:
         """Each token after the state that chooses it."""
-        values: list[float] = []
-        greedy = True
-        ids_T = torch.tensor(ids, device=states_TD.device)
-        for part_TD, part_T in zip(states_TD.split(POSITIONS), ids_T.split(POSITIONS)):
-            logits_TV = self._logits(part_TD, WIDTH)
-            values += logits_TV.log_softmax(-1).gather(1, part_T[:, None]).squeeze(1).tolist()
-            greedy &= bool((logits_TV.argmax(-1) == part_T).all())
-        return Scored(values, greedy)
+        found = LogProb()
+        for part_TD, part_T in zip(states_TD.split(POSITIONS), ids_T.to(self.device).split(POSITIONS)):
+            logp_TV = self._logits(part_TD, WIDTH).log_softmax(-1)
+            values = logp_TV.gather(1, part_T[:, None]).squeeze(1).tolist()
+            found += LogProb(sum(values), len(values), bool((logp_TV.argmax(-1) == part_T).all()))
+        return found
 
     def _logits(self, h_ND: Tensor, multiple: int) -> Tensor:
         """[N, V] fp32, computed with zero rows up to a whole multiple."""
         rows = h_ND.shape[0]
         # Zero rows change no sum of the others and give every product one shape.
-        padded_ND = torch.nn.functional.pad(h_ND, (0, 0, 0, -rows % multiple))
+        padded_ND = functional.pad(h_ND, (0, 0, 0, -rows % multiple))
         return self.model.get_output_embeddings()(padded_ND)[:rows].float()
 
     # decoding
 
     @torch.no_grad()
-    def write(self, openings: Sequence[Opening]) -> list[Generation]:
+    def write(self, pieces: Sequence[Piece], requests: Sequence[GenerateRequest]) -> list[Generation]:
         """See TokenModel."""
-        answers = [Answer(opening, self) for opening in openings]
-        for places, rows, states in self._batches([opening.piece for opening in openings], self.batch_tokens):
-            alive = [answers[place] for place in places]
+        for one in requests:  # options out of range are refused as for a model of ours
+            SamplingParams(one.max_new_tokens, one.temperature, one.top_p, stop=one.stop)
+        written: list[list[int]] = [[] for _ in pieces]
+        answers: dict[int, Generation] = {}
+        for alive, rows, states in self._batches(pieces, self.batch_tokens):
             # The states at hand choose a token; what goes on reads it, finished answers leave at once.
             while True:
                 logits_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS)
-                for answer, token in zip(alive, self._chosen(alive, logits_NV)):
-                    answer.take(token)
-                kept = [slot for slot, answer in enumerate(alive) if answer.result is None]
+                chosen = self._chosen([(requests[i], len(written[i])) for i in alive], logits_NV)
+                kept = []
+                for slot, (place, token) in enumerate(zip(alive, chosen)):
+                    written[place].append(token)
+                    if (answer := self._ended(written[place], requests[place])) is None:
+                        kept.append(slot)
+                    else:
+                        answers[place] = answer
                 if not kept:
                     break
                 # Rows that only fill up keep a step's products of one shape.
                 filled = kept + [kept[0]] * (ROWS - len(kept))
                 if filled != list(range(len(rows.ids))):
                     rows = rows.select(filled)
+                last = [(chosen[slot],) for slot in filled]
+                states = rows.read(last, step=True)[: len(kept)]
                 alive = [alive[slot] for slot in kept]
-                last = [(answer.ids[-1],) for answer in alive]
-                states = rows.read(last + last[:1] * (len(filled) - len(kept)), step=True)[: len(kept)]
-        return [answer.result for answer in answers]  # type: ignore[misc]
+        return [answers[place] for place in range(len(pieces))]
 
-    def _chosen(self, answers: Sequence[Answer], logits_NV: Tensor) -> list[int]:
-        """The next token of every answer, as the engine draws them."""
+    def _ended(self, ids: list[int], asked: GenerateRequest) -> Generation | None:
+        """The answer, once its last token has completed it."""
+        if ids[-1] in self.stop_ids:
+            return Generation(self.decode(ids[:-1]), len(ids) - 1, "stop")
+        full = len(ids) >= asked.max_new_tokens
+        # A stop string of c characters ends within the last 4 c bytes: as many tokens, plus one cut.
+        tail = ids[-4 * max(map(len, asked.stop), default=0) - 4 :]
+        if not full and not (asked.stop and cut_at(self.decode(tail), asked.stop)[1]):
+            return None
+        text, cut = cut_at(self.decode(ids), asked.stop)
+        return Generation(text, len(ids), "stop" if cut else "length") if cut or full else None
+
+    def _chosen(self, asked: Sequence[tuple[GenerateRequest, int]], logits_NV: Tensor) -> list[int]:
+        """The next token of every (request, tokens so far), with the noise that the engine draws."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        heat = [answer.params.temperature for answer in answers]
-        mass = [answer.params.top_p for answer in answers]
         # Keys and places decide the noise: neither the batch nor the row is among them.
-        keys = column([answer.key for answer in answers], torch.int64)
-        places = column([len(answer.ids) for answer in answers], torch.int64)
-        needs = Needs(drawn=any(heat), top_p=min(mass) < 1, min_p=False, logprobs=False)
-        controls = Controls(keys, places, column(heat), column(mass), column([0.0] * len(mass)), needs)
+        keys = column([sequence_key(one.seed, "answer", 0) for one, _ in asked], torch.int64)
+        places = column([count for _, count in asked], torch.int64)
+        heat = column([one.temperature for one, _ in asked])
+        mass = column([one.top_p for one, _ in asked])
+        needs = Needs(bool(heat.any()), bool((mass < 1).any()), min_p=False, logprobs=False)
+        controls = Controls(keys, places, heat, mass, torch.zeros_like(mass), needs)
         return choose(logits_NV, controls, column([], torch.int64))[0].long().tolist()
 
 

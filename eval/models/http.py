@@ -149,7 +149,7 @@ class EndpointModel:
             if end > len(context) and value is not None:
                 total, count = total + value, count + 1
                 greedy &= bool(top) and max(top, key=top.get) == token
-        return LogProb(total, count, len(scored.encode("utf-8")), greedy)
+        return LogProb(total, count, greedy)
 
     def identity(self) -> dict[str, Any]:
         """Address and model name: the weights behind them are not known."""

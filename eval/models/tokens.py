@@ -15,17 +15,18 @@ against whole encodings.
 from __future__ import annotations
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from earlyfusion.data.sample import Segment, Text
+from earlyfusion.data.sample import Text
 from earlyfusion.eval.protocol import (
     GenerateRequest,
     Generation,
@@ -56,34 +57,17 @@ class Piece:
 
 @dataclass
 class Context:
-    """A piece with the continuations asked of it, none of them empty. owners: of every continuation the place
-    of its answer."""
+    """A piece with the continuations asked of it, none of them empty."""
 
     piece: Piece
     continuations: list[Ids] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-
-
-class Scored(NamedTuple):
-    """ln p of every token of a continuation, and whether each of them was the likeliest."""
-
-    values: Sequence[float]
-    greedy: bool
-
-
-class Opening(NamedTuple):
-    """A prompt to continue by at most `room` tokens."""
-
-    piece: Piece
-    request: GenerateRequest
-    room: int
 
 
 class TokenModel(ABC):
     """A Model (eval/protocol.py) on top of a backend's `score` and `write`.
 
-    batch_size: most sequences at once; batch_tokens: most new tokens read at once (a single longer sequence
-    still goes through). one_by_one: never more than one sequence in a call.
+    batch_size: most sequences at once, so that with 1 an answer does not depend on what else is asked, bit
+    for bit; batch_tokens: most new tokens read at once (a single longer sequence still goes through).
     """
 
     name = ""
@@ -91,13 +75,13 @@ class TokenModel(ABC):
     """The token an empty context stands for."""
     max_length: int | None = None
     capabilities = frozenset({"text", "score", "generate"})
-    one_by_one = False
     prefix_step = 1
     """Shared beginnings end at whole multiples of this."""
 
-    def __init__(self, batch_size: int = 16, batch_tokens: int = 4096) -> None:
+    def __init__(self, batch_size: int, batch_tokens: int) -> None:
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.quick = QuickEncoder(self.encode)
+        self._known: tuple[Prompt | None, Piece] = (None, Piece(()))
 
     # what a backend brings
 
@@ -106,18 +90,18 @@ class TokenModel(ABC):
         """Ids of a text; begin: with the tokens the model wants at the beginning of a document."""
 
     @abstractmethod
-    def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
-        """Of every context one Scored a continuation. Order and company change no result."""
+    def score(self, contexts: Sequence[Context]) -> list[list[LogProb]]:
+        """Of every context one LogProb a continuation. Order and company change no result."""
 
     @abstractmethod
-    def write(self, openings: Sequence[Opening]) -> list[Generation]:
-        """An answer to every opening, in order."""
+    def write(self, pieces: Sequence[Piece], requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """An answer to every piece, in order; the requests say how it is continued."""
 
     @abstractmethod
     def forget(self) -> None:
         """Drop what is kept between calls (call after the weights have changed)."""
 
-    def encode_media(self, segments: Sequence[Segment]) -> Piece:
+    def encode_media(self, segments: Prompt) -> Piece:
         """Ids and pictures of a prompt with media. Raises ValueError where the model reads text alone."""
         raise ValueError(f"{self.name} reads text alone; this prompt holds pictures or videos")
 
@@ -128,114 +112,99 @@ class TokenModel(ABC):
         return len(self.quick(text))
 
     def encode_prompt(self, prompt: Prompt, shared: int = 0) -> Piece:
-        """Ids of a prompt (never none: an empty prompt is the beginning token)."""
+        """Ids of a prompt to continue (never none: an empty prompt is the beginning token)."""
+        return self.encode_context(prompt, shared)
+
+    def encode_context(self, prompt: Prompt, shared: int) -> Piece:
+        """The same of what is scored, which no chat form changes."""
         if has_media(prompt):
-            return self.encode_media(prompt)  # type: ignore[arg-type]
+            return self.encode_media(prompt)
         text = prompt_text(prompt)
         ids = self.quick(text, shared) or (self.begin_id,)
-        return Piece(ids, shared=self._shared_ids(text, shared, ids))
+
+        # The shared text is encoded once for all requests that begin with it. Its last two ids may join with
+        # what follows, and a context keeps one token to read.
+        head = self.quick.part(text[:shared], True) if shared else ()
+        count = max(0, min(len(head) - 2, len(ids) - 1)) // self.prefix_step * self.prefix_step
+        return Piece(ids, shared=count if ids[:count] == head[:count] else 0)
+
+    def encode_pair(self, request: ScoreRequest) -> tuple[Piece, Ids]:
+        """(context, ids of the continuation).
+
+        Blanks at the end of the context are moved to the continuation; the continuation is what the whole has
+        beyond as many ids as the context alone has (lm-evaluation-harness, TemplateLM._encode_pair).
+        """
+        context, shared = request.context, request.shared
+        text = "" if has_media(context) else prompt_text(context)
+        # The options of a question share the very object: one encoding, one cutting of pictures for all.
+        if self._known[0] is not context:
+            # Most tokenizers put a blank before the word that follows it.
+            self._known = context, self.encode_context(text.rstrip() if text else context, shared)
+        piece = self._known[1]
+        if text:
+            return piece, self.quick(text + request.continuation, shared)[len(piece.ids) :]
+
+        # Behind a picture, and at the beginning of a document, nothing can join.
+        ids = tuple(self.encode(request.continuation, False))
+        return piece, ids[ids[:1] == (self.begin_id,) :]
 
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model."""
-        pairs, keys, sizes = [], [], []
-        for request in requests:
-            piece, continuation = self.encode_pair(request)
-            pairs.append((piece, continuation))
-            # Pictures are compared by identity: the continuations of one question share the object.
-            keys.append(piece.ids if piece.media is None else id(request.context))
-            sizes.append(len(request.continuation.encode()))
-        return self._score_pairs(pairs, keys, sizes)
+        return self._score_pairs([self.encode_pair(request) for request in requests])
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
         """See Model."""
         # As many tokens as the model may see, each window after a beginning of its own.
         window = min(self.max_length or self.batch_tokens, self.batch_tokens)
-        begin = Piece((self.begin_id,))
-        pairs, ends = [], [0]
-        for request in requests:
+        pairs, owners = [], []
+        for owner, request in enumerate(requests):
             ids = tuple(self.encode(request.text, False))
-            pairs += [(begin, ids[start : start + window]) for start in range(0, len(ids), window)]
-            ends.append(len(pairs))
+            for start in range(0, len(ids), window):
+                pairs.append((Piece((self.begin_id,)), ids[start : start + window]))
+                owners.append(owner)
 
-        scored = self._score_pairs(pairs, [begin.ids] * len(pairs), [0] * len(pairs))
-        found = []
-        for request, (start, stop) in zip(requests, pairwise(ends)):
-            parts = scored[start:stop]
-            total, tokens = sum((part.sum for part in parts), 0.0), sum(part.tokens for part in parts)
-            greedy = all(part.greedy for part in parts)
-            found.append(LogProb(total, tokens, len(request.text.encode()), greedy))
+        found = [LogProb() for _ in requests]
+        for owner, part in zip(owners, self._score_pairs(pairs)):
+            found[owner] += part
         return found
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """See Model."""
-        results: dict[int, Generation] = {}
-        openings: dict[int, Opening] = {}
+        places, pieces, fitting = [], [], []
         for place, request in enumerate(requests):
             piece = self.encode_prompt(request.prompt, request.shared)
             # What the model's window leaves, if it has one.
-            room = request.max_new_tokens
-            if self.max_length is not None:
-                room = min(room, self.max_length - len(piece.ids))
+            room = min(request.max_new_tokens, (self.max_length or sys.maxsize) - len(piece.ids))
             if room > 0:
-                openings[place] = Opening(piece, request, room)
-            else:
-                # A prompt that leaves no room is told, never cut: it would be another question.
-                results[place] = Generation("", 0, "refused")
-        if openings:
-            results |= zip(openings, self.write(list(openings.values())))
-        return [results[place] for place in range(len(requests))]
+                places.append(place)
+                pieces.append(piece)
+                fitting.append(replace(request, max_new_tokens=room))
 
-    # contexts
+        # A prompt that leaves no room is told, never cut: it would be another question.
+        results = [Generation("", 0, "refused")] * len(requests)
+        for place, answer in zip(places, self.write(pieces, fitting) if places else ()):
+            results[place] = answer
+        return results
 
-    def encode_pair(self, request: ScoreRequest) -> tuple[Piece, Ids]:
-        """(context, ids of the continuation)."""
-        if has_media(request.context):
-            # Behind a picture nothing can join, so the parts are encoded by themselves.
-            piece = self.encode_media(request.context)  # type: ignore[arg-type]
-            return piece, tuple(self.encode(request.continuation, False))
-        text = prompt_text(request.context)
-        if text:
-            context, continuation = split_pair(self.quick, text, request.continuation, request.shared)
-            return Piece(context, shared=self._shared_ids(text, request.shared, context)), continuation
-
-        # An empty context stands for the beginning of a document.
-        ids = tuple(self.encode(request.continuation, False))
-        return Piece((self.begin_id,)), ids[ids[:1] == (self.begin_id,) :]
-
-    def _shared_ids(self, text: str, shared: int, ids: Ids) -> int:
-        """How many of the ids stand for the first `shared` characters, whatever follows them.
-
-        The last two ids of the shared text may join with what follows; a context keeps one token to read.
-        """
-        if shared <= 0:
-            return 0
-        # The shared text is encoded once for all requests that begin with it.
-        head = self.quick.part(text[:shared], True)
-        count = max(0, min(len(head) - 2, len(ids) - 1)) // self.prefix_step * self.prefix_step
-        return count if ids[:count] == head[:count] else 0
-
-    def _score_pairs(
-        self, pairs: Sequence[tuple[Piece, Ids]], keys: Sequence[Hashable], sizes: Sequence[int]
-    ) -> list[LogProb]:
-        """One LogProb a pair; continuations of contexts with one key (and length) are asked together."""
-        results = [LogProb(0.0, 0, size, True) for size in sizes]
-        contexts: dict[Any, Context] = {}
-        for owner, ((piece, continuation), key) in enumerate(zip(pairs, keys)):
+    def _score_pairs(self, pairs: Sequence[tuple[Piece, Ids]]) -> list[LogProb]:
+        """One LogProb a pair; continuations of one context are asked together."""
+        results = [LogProb() for _ in pairs]
+        contexts: dict[Any, tuple[Context, list[int]]] = {}
+        for owner, (piece, continuation) in enumerate(pairs):
             if not continuation:
                 continue
-            excess = 0
-            if self.max_length is not None:
-                excess = max(0, len(piece.ids) + len(continuation) - (self.max_length + 1))
-            if excess:  # a context that is too long loses its beginning
+            # A context that is too long loses its beginning.
+            excess = len(piece.ids) + len(continuation) - 1 - (self.max_length or sys.maxsize)
+            if excess > 0:
                 piece = Piece(piece.ids[excess:], piece.media)
-            context = contexts.setdefault((key, excess), Context(piece))
+            context, owners = contexts.setdefault((piece.ids, id(piece.media)), (Context(piece), []))
             context.continuations.append(continuation)
-            context.owners.append(owner)
+            owners.append(owner)
 
-        rows = list(contexts.values())
-        for context, scored in zip(rows, self.score(rows) if rows else []):
-            for owner, (values, greedy) in zip(context.owners, scored):
-                results[owner] = LogProb(float(sum(values)), len(values), sizes[owner], greedy)
+        scored = self.score([context for context, _ in contexts.values()]) if contexts else []
+        for (_, owners), own in zip(contexts.values(), scored):
+            for owner, value in zip(owners, own):
+                results[owner] = value
         return results
 
 
@@ -287,18 +256,6 @@ class QuickEncoder:
             self.splits = whole == ids
             return whole
         return ids
-
-
-def split_pair(encode: QuickEncoder, context: str, continuation: str, shared: int) -> tuple[Ids, Ids]:
-    """(context ids, continuation ids) for a context that is not empty.
-
-    Blanks at the end of the context are moved to the continuation; the continuation is what the whole has
-    beyond as many ids as the context alone has (lm-evaluation-harness, TemplateLM._encode_pair).
-    """
-    # Most tokenizers put a blank before the word that follows it.
-    bare = context.rstrip()
-    whole, alone = encode(context + continuation, shared), encode(bare, shared)
-    return alone, whole[len(alone) :]
 
 
 def weights_of(model: torch.nn.Module, folder: Path | None) -> dict[str, Any]:

@@ -75,11 +75,11 @@ class Scripted:
 
     def loglikelihood(self, requests: list[ScoreRequest]) -> list[LogProb]:
         self.asked += requests
-        return [LogProb(self.value(r), 1, len(r.continuation.encode()), False) for r in requests]
+        return [LogProb(self.value(r), 1, False) for r in requests]
 
     def rolling(self, requests: list[RollingRequest]) -> list[LogProb]:
         self.asked += requests
-        return [LogProb(-float(len(r.text)), len(r.text), len(r.text.encode()), False) for r in requests]
+        return [LogProb(-float(len(r.text)), len(r.text), False) for r in requests]
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "scripted", "weights_sha256": "0"}

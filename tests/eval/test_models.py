@@ -17,7 +17,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.models.hf import Rows
 from earlyfusion.eval.models.http import EndpointModel
-from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder, split_pair
+from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
 from earlyfusion.kernels.segments import Segments
 
@@ -67,10 +67,9 @@ def folders(tmp_path_factory):
 
 
 def made(kind, folders, **options):
-    exact = options.pop("exact", False)
-    model = own_model(1, **options) if kind == "own" else hf_model(folders[kind], **options)
-    model.one_by_one = exact
-    return model
+    if options.pop("exact", False):
+        options["batch_size"] = 1
+    return own_model(1, **options) if kind == "own" else hf_model(folders[kind], **options)
 
 
 def plain(kind, model, request):
@@ -97,7 +96,6 @@ def test_log_likelihoods_are_those_of_a_plain_forward_pass(folders, kind, seed):
         total, greedy = plain(kind, model, request)
         assert answer.sum == pytest.approx(total, abs=SUMS)
         assert answer.greedy == greedy
-        assert answer.bytes == len(request.continuation)
 
 
 SIZES = {2: (10, 38), 3: (50, 80), 4: (120, 100)}
@@ -176,9 +174,9 @@ def test_rolling_pays_for_every_token_once(folders, kind):
         for start in range(0, len(ids), 16):
             for i in range(start, min(start + 16, len(ids))):
                 ((one,),) = model.score([Context(Piece((model.begin_id, *ids[start:i])), [(ids[i],)])])
-                total += one.values[0]
+                total += one.sum
         assert answer.sum == pytest.approx(total, abs=5 * SUMS)
-        assert (answer.tokens, answer.bytes) == (len(ids), len(given))
+        assert answer.tokens == len(ids)
 
 
 def test_pictures_change_what_our_model_says():
@@ -238,9 +236,10 @@ def test_a_tokenizer_that_joins_over_line_ends_is_noticed():
 
 
 def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
-    quick = QuickEncoder(lambda given, begin: [ord(c) for c in given])
-    context, continuation = split_pair(quick, "ab  ", "c", 0)
-    assert "".join(map(chr, context)) == "ab" and "".join(map(chr, continuation)) == "  c"
+    model = own_model()
+    context, continuation = model.encode_pair(ScoreRequest("ab  ", "c"))
+    assert context.ids[1:] == model.tokenizer.encode("ab")
+    assert context.ids[1:] + continuation == model.tokenizer.encode("ab  c")
 
 
 # what --model may be
@@ -258,7 +257,7 @@ def test_a_wrong_model_is_named_in_one_line(tmp_path, folders):
         assert "\n" not in str(error.value)
     with pytest.raises(EvalError, match="dtype"):
         open_model(f"hf:{folders['llama']}", dtype="int3")
-    assert open_model(f"hf:{folders['llama']}", device="cpu", exact=True).one_by_one
+    assert open_model(f"hf:{folders['llama']}", device="cpu", exact=True).batch_size == 1
 
 
 class Server(BaseHTTPRequestHandler):
@@ -312,7 +311,7 @@ def test_an_endpoint_is_asked_as_openai_servers_are(endpoint):
     assert all(path == "/v1/completions" and key == "Bearer test-key" for path, _, key in Server.bodies)
     assert sorted(body["seed"] for _, body, _ in Server.bodies) == [0, 1, 2, 3]
     scored = model.loglikelihood([ScoreRequest("ab", " cde")])[0]
-    assert (scored.sum, scored.tokens, scored.bytes, scored.greedy) == (-4.0, 4, 4, True)
+    assert (scored.sum, scored.tokens, scored.greedy) == (-4.0, 4, True)
     with pytest.raises(EvalError, match="HTTP 400"):
         model.generate([GenerateRequest("bad")])
 
