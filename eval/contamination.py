@@ -177,7 +177,7 @@ def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out
     """
     for task in tasks:
         # The very questions that an evaluation with this limit asks.
-        questions = list(task.questions(limit, None))
+        questions = list(task.questions(limit))
         overlap = find_overlap(questions, training_texts(path), n)
         result: dict[str, Any] = {
             "task": task.label,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.benchmarks.base import BaseTask, request_seed
+from earlyfusion.eval.benchmarks.base import BaseTask, build_task, request_seed
 from earlyfusion.eval.explain import explain
 from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import (
@@ -37,10 +37,8 @@ from earlyfusion.eval.protocol import (
     Request,
     RollingRequest,
     ScoreRequest,
-    TaskOptions,
     prompt_hash,
 )
-from earlyfusion.eval.registry import build_by_name
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 
@@ -51,7 +49,6 @@ METHODS: dict[type, str] = {
     RollingRequest: "rolling",
     LossRequest: "losses",
 }
-
 Records: TypeAlias = dict[tuple[str, int], Record]
 """(id, repeat) -> record"""
 
@@ -70,14 +67,13 @@ def run_task(
     task: BaseTask,
     *,
     limit: int | None = None,
-    shots: int | None = None,
     out: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, every: None,
     chunk: int = 64,
 ) -> dict[str, Any]:
     """Ask every question of the task (those not yet answered in `out`); returns the summary.
 
-    limit: questions (None: all). shots None: the task's own number. progress is given (answered, all). chunk:
+    limit: questions (None: all). progress is given (answered, all). chunk:
     questions handed to the model at once; what a stopped run loses is at most one chunk. Raises EvalError
     when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
@@ -88,16 +84,14 @@ def run_task(
             f"task {task.name!r} needs a model with {', '.join(sorted(missing))}; {model.name} has "
             f"{', '.join(sorted(model.capabilities))}: choose another task or model"
         )
-    if shots and task.zero_shot:
-        raise EvalError(f"{task.name}: --shots {shots}: all forms are zero-shot; leave --shots out")
     task.prepare(model)
     # All at once: two equal ids would overwrite each other's records hours later.
-    questions = list(task.questions(limit, shots))
+    questions = list(task.questions(limit))
     if len({question.id for question in questions}) != len(questions) or not questions:
         raise EvalError(
             f"task {task.name!r} has no question to ask, or two with one id; look at --data and --limit"
         )
-    settings = run_settings(model, task, limit, shots)
+    settings = run_settings(model, task, limit)
     folder = out and out / task.label
     records = resume(folder, settings) if folder else {}
 
@@ -106,8 +100,7 @@ def run_task(
     order = [(question, repeat) for repeat in range(task.options.samples) for question in questions]
     pending = _pending(task, order, records)
     while True:
-        if progress is not None:
-            progress(len(records), len(order))
+        progress(len(records), len(order))
         asked = list(islice(pending, chunk))
         if not asked:
             break
@@ -131,9 +124,8 @@ def run_task(
     return summary
 
 
-def run_settings(model: Model, task: BaseTask, limit: int | None, shots: int | None) -> dict[str, Any]:
+def run_settings(model: Model, task: BaseTask, limit: int | None) -> dict[str, Any]:
     """What a run is defined by; two runs with equal settings are the same measurement."""
-    options = task.options
     settings = {
         "task": task.label,
         "version": task.version,
@@ -141,13 +133,10 @@ def run_settings(model: Model, task: BaseTask, limit: int | None, shots: int | N
         "data_hash": task.data_hash(),
         "model": model.identity(),
         "limit": limit,
-        "shots": shots,
-        "samples": options.samples,
-        "seed": options.seed,
     }
-    for name in ("temperature", "top_p", "max_new_tokens", "extra"):
-        if value := getattr(options, name):
-            # Options left alone are not written: a new option does not part old runs from new ones.
+    for name, value in vars(task.options).items():
+        # Options left alone are not written: a new option does not part old runs from new ones.
+        if name not in ("data", "form") and value not in (None, {}):
             settings[name] = value
     return settings
 
@@ -192,15 +181,15 @@ def answer(model: Model, task: BaseTask, asked: Sequence[Pending]) -> list[Recor
             # The first answer is the task's own, those behind it are controls.
             first = next(output for output in own if isinstance(output, Generation))
             record |= {"tokens": first.tokens, "finish": first.finish}
-            record |= _private(texts) if task.private else {"output": texts[0] if len(texts) == 1 else texts}
+            record["output"] = texts[0] if len(texts) == 1 else texts
+        if task.private and texts:
+            # A model may repeat the question in its answers.
+            text = "\0".join(texts)
+            record["output_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+            record["output_chars"] = len(text)
+            del record["output"]
         records.append(record | task.score(question, repeat, own))
     return records
-
-
-def _private(texts: Sequence[str]) -> Record:
-    """What may be kept of a private task's answers: a model may repeat the question in them."""
-    text = "\0".join(texts)
-    return {"output_sha256": hashlib.sha256(text.encode()).hexdigest(), "output_chars": len(text)}
 
 
 def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
@@ -224,13 +213,9 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
     EvalError for other settings."""
     path = folder / SETTINGS
     # As it will be read back: tuples are lists in the file.
-    now = json.loads(json.dumps(settings))
-    earlier = now
+    earlier = now = json.loads(json.dumps(settings))
     if path.is_file():
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            earlier = {}
+        earlier = json.loads(path.read_text(encoding="utf-8"))
 
     differing = [key for key in earlier | now if earlier.get(key) != now.get(key)]
     # A larger limit goes on with the same questions; every other change is another measurement.
@@ -249,10 +234,8 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
 def read_records(path: Path) -> Records:
     """Complete lines of a records file by (id, repeat). A last line without its end (a killed run) is cut
     off. Raises EvalError for a line that is no record."""
-    if not path.is_file():
-        return {}
     # A killed run leaves half a line at most, and only as the last.
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
@@ -289,7 +272,7 @@ def evaluate_in_memory(
     out: Path | None = None,
     batch_tokens: int = 4096,
     chat: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, every: None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
@@ -300,6 +283,6 @@ def evaluate_in_memory(
     wrapped = EngineModel(model, tokenizer, batch_tokens=batch_tokens, chat=chat)
     results = {}
     for given in tasks:
-        task = build_by_name(given, TaskOptions(), data or {}) if isinstance(given, str) else given
+        task = build_task(given, data=data) if isinstance(given, str) else given
         results[task.label] = run_task(wrapped, task, limit=limit, out=out, progress=progress)["metrics"]
     return results

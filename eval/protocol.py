@@ -3,8 +3,7 @@
     BaseTask.questions -> Question -> requests -> [GenerateRequest | ScoreRequest | RollingRequest]
         -> Model.generate | loglikelihood | rolling -> outputs -> score -> one record -> aggregate -> numbers
 
-Model adapters: eval/models/base.py. What a task is: eval/benchmarks/base.py. Their names: eval/registry.py.
-Who runs them: eval/harness.py.
+Model adapters: eval/models/base.py. What a task is: eval/benchmarks/base.py. Who runs them: eval/harness.py.
 """
 
 from __future__ import annotations
@@ -165,11 +164,13 @@ what else the task's `score` returned. One record per question and repeat."""
 @dataclass(frozen=True)
 class TaskOptions:
     """What a factory is given. data: path of the task's data (file or folder) or None. form: see the task,
-    None for its default. samples: repeats per question. seed: of sampling, guesses and generated data.
+    None for its default. shots: worked examples, None for the task's own number.
+    samples: repeats per question. seed: of sampling, guesses and generated data.
     temperature, top_p and max_new_tokens: None for the task's protocol. extra: further settings by name."""
 
     data: Path | None = None
     form: str | None = None
+    shots: int | None = None
     samples: int = 1
     seed: int = 0
     temperature: float | None = None

@@ -27,13 +27,12 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source, kind_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
-from earlyfusion.eval.benchmarks.base import BaseTask
+from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TaskOptions
-from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.eval.results import save_result
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.kernels.errors import UserError, did_you_mean
@@ -65,7 +64,7 @@ class Evaluator:
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
         self._shown: list[Sample] | None = None
-        self._busy: Any = None
+        self._busy: Any = lambda *_: None
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -77,7 +76,7 @@ class Evaluator:
                 raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
             # Its files are read and its form is built now, not after an hour of training.
             if task not in cls.own_tasks:
-                build_by_name(task, TaskOptions(), config.eval.data).data_hash()
+                build_task(task, data=config.eval.data).data_hash()
 
     def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> dict[str, Any]:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.

@@ -1,15 +1,25 @@
-"""What a benchmark is, and what benchmarks share: their data, a limit, requests, and numbers from records."""
+"""What a benchmark is, how it gets its name, and what benchmarks share: data, a limit, requests, and numbers
+from records. A file of eval/benchmarks says its own name:
+
+    @benchmark("counting", "how many objects: exact, mean absolute error")
+    class Counting(BaseTask): ...
+
+The files are imported when a benchmark is first asked for.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import pkgutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from earlyfusion.data.tasks.scoring.answers import LETTERS, best_choice
 from earlyfusion.eval.protocol import (
@@ -24,8 +34,10 @@ from earlyfusion.eval.protocol import (
     ScoreRequest,
     TaskOptions,
 )
+from earlyfusion.kernels.errors import did_you_mean
 
 Item = TypeVar("Item")
+Factory = TypeVar("Factory", bound=Callable[[TaskOptions], "BaseTask"])
 
 
 class BaseTask:
@@ -51,6 +63,10 @@ class BaseTask:
         self.options = options
         self.form = options.form or self.forms[0]
         self.new_tokens = options.max_new_tokens or self.new_tokens
+        if options.shots and self.zero_shot:
+            raise EvalError(
+                f"{self.name}: --shots {options.shots}: all forms are zero-shot; leave --shots out"
+            )
         # A task without forms takes any --form: the option is for those of the call that have it.
         if self.forms != ("",) and self.form not in self.forms:
             raise EvalError(
@@ -66,9 +82,8 @@ class BaseTask:
 
     # What a benchmark writes.
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
-        """At most `limit` questions (spread over the categories), in a fixed order. shots None: the task's
-        own number of worked examples."""
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
+        """At most `limit` questions (at least 1; spread over the categories), in a fixed order."""
         raise NotImplementedError
 
     def requests(self, question: Question, repeat: int) -> Sequence[Request]:
@@ -130,6 +145,62 @@ class BaseTask:
         return GenerateRequest(prompt, self.new_tokens, stop, temperature, top_p, seed, shared)
 
 
+# names
+
+
+class Benchmark(NamedTuple):
+    """make: TaskOptions -> BaseTask. text: one line for the list."""
+
+    make: Callable[[TaskOptions], BaseTask]
+    text: str
+
+
+HARNESS_TASKS = ("blimp", "piqa", "bbh", "gsm8k")
+"""Text benchmarks that lm-evaluation-harness asks for us (eval/benchmarks/lm_eval.py)."""
+
+_KNOWN: dict[str, Benchmark] = {}
+
+
+def benchmark(name: str, text: str) -> Callable[[Factory], Factory]:
+    """Decorator of a class or function that makes a task of TaskOptions."""
+
+    def add(factory: Factory) -> Factory:
+        _KNOWN[name] = Benchmark(factory, text)
+        return factory
+
+    return add
+
+
+def known_benchmarks() -> Mapping[str, Benchmark]:
+    """All benchmarks, by name."""
+    # Importing a file is what registers its benchmarks.
+    for found in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{found.name}")
+    return dict(sorted(_KNOWN.items()))
+
+
+def build_task(
+    given: str, options: TaskOptions | None = None, data: Mapping[str, str | Path] | None = None
+) -> BaseTask:
+    """The task of "name" or "name:form", with its own path of `data` where there is one. Raises EvalError for
+    an unknown name."""
+    name, _, form = given.partition(":")
+    if name in HARNESS_TASKS:
+        raise EvalError(
+            f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
+            f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
+        )
+    # All files are imported first: a name is only unknown when nobody has said it.
+    known = known_benchmarks()
+    if name not in known:
+        raise EvalError(f"unknown task {name!r}; {did_you_mean(name, known)}")
+
+    # A form in the name, and a path for the task alone, go before those for all tasks.
+    options = options or TaskOptions()
+    path = Path(data[name]) if data and name in data else options.data
+    return known[name].make(replace(options, form=form or options.form, data=path))
+
+
 # numbers
 
 
@@ -141,25 +212,19 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
     records' `chance`), majority (share of the most frequent `target`, if that is a short string),
     by_category, macro_score, tokens (mean).
     """
-    repeats: dict[str, list[Record]] = {}
+    repeats: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        repeats.setdefault(str(record["id"]), []).append(record)
+        repeats[str(record["id"])].append(record)
 
     # The mean over repeats first, so that a question with more of them does not count more.
-    categories: dict[str, list[Record]] = {}
+    categories: dict[str, list[Record]] = defaultdict(list)
     for group in repeats.values():
-        question = {}
-        for key in keys:
-            held = [record[key] for record in group if key in record]
-            if held:
-                question[key] = fmean(held)
-        categories.setdefault(str(group[0].get("category") or ""), []).append(question)
+        categories[str(group[0].get("category") or "")].append(_means(group, keys))
     questions = [question for part in categories.values() for question in part]
 
     # A baseline is said only where every record knows it.
     chances = [record.get("chance") for record in records]
     targets = [record.get("target") for record in records]
-    short = [target for target in targets if isinstance(target, str) and len(target) <= 16]
     result: dict[str, Any] = {
         "n": len(questions),
         "samples": len(records),
@@ -170,8 +235,8 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
         "majority": None,
         "tokens": mean([record.get("tokens") or 0 for record in records]),
     }
-    if short and len(short) == len(records):
-        result["majority"] = Counter(short).most_common(1)[0][1] / len(short)
+    if records and all(isinstance(target, str) and len(target) <= 16 for target in targets):
+        result["majority"] = Counter(targets).most_common(1)[0][1] / len(targets)
     # The macro score weighs categories alike, as MMLU-Pro's table does; the headline weighs questions.
     if set(categories) != {""}:
         result["by_category"] = {}
@@ -181,12 +246,11 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
     return result
 
 
-def _means(questions: Sequence[Record], keys: Sequence[str]) -> dict[str, float]:
-    """A key that no question has is left out."""
+def _means(rows: Sequence[Record], keys: Sequence[str]) -> dict[str, float]:
+    """A key that no row has is left out."""
     means = {}
     for key in keys:
-        values = [question[key] for question in questions if key in question]
-        if values:
+        if values := [row[key] for row in rows if key in row]:
             means[key] = fmean(values)
     return means
 
@@ -209,8 +273,6 @@ def spread(items: Sequence[Item], categories: Sequence[str], limit: int | None) 
 
     A larger limit always holds every item of a smaller one.
     """
-    if limit is not None and limit < 1:
-        raise EvalError(f"--limit {limit}: give at least 1")
     # Round by round: all first items of a category, then all second ones.
     rounds: Counter[str] = Counter()
     ranks = []
@@ -224,8 +286,6 @@ def spread(items: Sequence[Item], categories: Sequence[str], limit: int | None) 
 
 def evenly(items: Sequence[Item], limit: int | None) -> list[Item]:
     """At most `limit` items at even distances, in their order."""
-    if limit is not None and limit < 1:
-        raise EvalError(f"--limit {limit}: give at least 1")
     count = min(limit or len(items), len(items))
     return [items[place * len(items) // count] for place in range(count)]
 

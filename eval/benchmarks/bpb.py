@@ -28,10 +28,9 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.prepare.rows import InputOptions
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.eval.benchmarks.base import BaseTask, rows_hash, spread, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, spread, summarize
 from earlyfusion.eval.benchmarks.heldout import All
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
-from earlyfusion.eval.registry import benchmark
 
 Document = tuple[str, str]
 """(id, text)"""
@@ -110,7 +109,7 @@ class BitsPerByte(BaseTask):
         """sha256 over ids and texts."""
         return rows_hash({"id": key, "text": text} for key, text in self.documents())
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question per document."""
         # Documents have no categories; a limit takes the first ones.
         documents = self.documents()

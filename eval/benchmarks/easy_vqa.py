@@ -20,10 +20,9 @@ from earlyfusion.data.sample import Segment, Text, answer_text, question_text
 from earlyfusion.data.sources.easy_vqa import Picture, load_split, picture_of
 from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.data.tasks.scoring.text import first_line, normalise
-from earlyfusion.eval.benchmarks.base import evenly
+from earlyfusion.eval.benchmarks.base import benchmark, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole
 from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest, TaskOptions
-from earlyfusion.eval.registry import benchmark
 
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
@@ -69,7 +68,7 @@ class EasyVqaTask(PictureTask):
             digest.update(entry.path.read_bytes())
         return digest.hexdigest()
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """All questions, or `limit` of them at even distances. Categories: yes/no, shape, colour."""
         # The blind picture is as grey as the pictures are on average.
         self.grey_level = round(fmean(np.asarray(picture_of(e).open()).mean() for e in load_split("test")))

@@ -29,6 +29,7 @@ from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.tasks.scoring.answers import LETTERS, answer_line_letter, parenthesised_letter
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
+    benchmark,
     choice_requests,
     data_files,
     lettered,
@@ -38,7 +39,6 @@ from earlyfusion.eval.benchmarks.base import (
     spread,
 )
 from earlyfusion.eval.protocol import Question, Record, Request, TaskOptions
-from earlyfusion.eval.registry import benchmark
 
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 SIMPLE_EVALS = (
@@ -82,7 +82,7 @@ class Gpqa(BaseTask):
         """sha256 over ids, questions and options."""
         return rows_hash(self.rows)
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """In file order."""
         for row in spread(self.rows, [row["domain"] for row in self.rows], limit):
             options = tuple(row[column] for column in COLUMNS[1:])

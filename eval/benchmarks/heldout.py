@@ -29,10 +29,9 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Options, SourceConfig, build_source, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.sources.text_files import guess_kind
-from earlyfusion.eval.benchmarks.base import BaseTask, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
-from earlyfusion.eval.registry import benchmark
 from earlyfusion.eval.samples import first_picture, prompted, thumbnail
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import write_json
@@ -131,7 +130,7 @@ class HeldoutTask(BaseTask):
         own: Any = model
         self.encode = lambda sample: encode(sample, own.tokenizer, own.model.config.vision)
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""
         count = len(self.samples)
         if count == 0 or (limit is not None and limit < 1):

@@ -28,6 +28,7 @@ from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.tasks.scoring.answers import LETTERS, mmlu_pro_letter, published_guess
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
+    benchmark,
     choice_requests,
     data_files,
     lettered,
@@ -39,7 +40,6 @@ from earlyfusion.eval.benchmarks.base import (
     summarize,
 )
 from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request, TaskOptions
-from earlyfusion.eval.registry import benchmark
 
 Row = dict[str, Any]
 CONTEXT, SHOTS = 4096, 5
@@ -94,10 +94,10 @@ class MmluPro(BaseTask):
             self.context = model.max_length
             self.new_tokens = min(self.new_tokens, self.context // 2)
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """Test questions, those of a category together. Raises EvalError when a category lacks examples."""
         test, validation = self.rows
-        count = SHOTS if shots is None else shots
+        count = SHOTS if self.options.shots is None else self.options.shots
         chosen = spread(test, [row["category"] for row in test], limit)
 
         # Category by category: the prompts of one share their beginning, which a model then reads once.

@@ -26,10 +26,9 @@ from typing import Any
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring.answers import LETTERS, open_match
-from earlyfusion.eval.benchmarks.base import data_files, evenly, mean
+from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly, mean
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
 from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record, TaskOptions
-from earlyfusion.eval.registry import benchmark
 
 _PICTURE_FIELDS = "image images img picture photo image_path video videos".split()
 _PLACEHOLDER = re.compile(r"<image (\d)>")
@@ -96,7 +95,7 @@ class MmmuTask(PictureTask):
         self.qa = bool(getattr(model, "asks_qa", False))
         self.stop = ("\n",) if self.qa else ()
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """Rows in file order, or `limit` of them at even distances. The category is the subject."""
         rows: list[tuple[Path, int, dict[str, Any]]] = []
         for path in self.files:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from statistics import fmean, median
@@ -38,10 +39,9 @@ from earlyfusion.data.tasks.places import named_box
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.scoring.rewards import iou
-from earlyfusion.eval.benchmarks.base import BaseTask, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.protocol import (
     EvalError,
-    GenerateRequest,
     Generation,
     Prompt,
     Question,
@@ -49,7 +49,6 @@ from earlyfusion.eval.protocol import (
     Request,
     TaskOptions,
 )
-from earlyfusion.eval.registry import benchmark
 from earlyfusion.kernels.errors import did_you_mean
 
 DEFAULT_QUESTIONS = 600
@@ -72,10 +71,8 @@ class PictureTask(BaseTask):
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
         # Controls are on unless they are switched off: a score without them says little.
-        self.views = self.known_views
-        if "views" in options.extra:
-            listed = [part.strip() for part in options.extra["views"].split(",")]
-            self.views = tuple(dict.fromkeys(filter(None, listed)))
+        given = options.extra.get("views", ",".join(self.known_views))
+        self.views = list(dict.fromkeys(filter(None, map(str.strip, given.split(",")))))
         for view in self.views:
             if view not in self.known_views:
                 raise EvalError(f"{self.name}: unknown view {view!r}; {did_you_mean(view, self.known_views)}")
@@ -92,8 +89,7 @@ class PictureTask(BaseTask):
 
     def requests(self, question: Question, repeat: int) -> Sequence[Request]:
         """One generation for each prompt."""
-        asked = self.prompts(question)
-        return [self.generation(prompt, question.id, repeat, self.stop) for prompt in asked]
+        return [self.generation(prompt, question.id, repeat, self.stop) for prompt in self.prompts(question)]
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """The record of the picture, with the score of each view beside it."""
@@ -113,15 +109,14 @@ class PictureTask(BaseTask):
         can do. chance is None: answers are free text.
         """
         # Metrics become columns of the record, so that all means are taken one way.
-        keys, flat = {"score": 0} | {f"{view}_score": 0 for view in self.views}, []
-        targets: dict[str, Counter[str]] = {}
+        flat = [record.get("metrics", {}) | record for record in records]
+        keys = ["score", *(f"{view}_score" for view in self.views)]
+        targets: dict[str, Counter[str]] = defaultdict(Counter)
         for record in records:
-            flat.append(record.get("metrics", {}) | record)
-            keys |= record.get("metrics", {})
-            category = targets.setdefault(str(record.get("category", "")), Counter())
-            category[json.dumps(record["target"])] += 1
+            keys += [name for name in record.get("metrics", {}) if name not in keys]
+            targets[record["category"]][json.dumps(record["target"])] += 1
 
-        result = summarize(flat, list(keys))
+        result = summarize(flat, keys)
         if "blind" in self.views:
             for means in (result, *result.get("by_category", {}).values()):
                 means["seeing"] = means["score"] - means["blind_score"]
@@ -172,9 +167,9 @@ class VisualTask(PictureTask):
         super().__init__(options)
         # The exam is endless; the number asked is part of what is compared.
         given = str(options.extra.get("n", DEFAULT_QUESTIONS))
-        if not given.isdecimal() or int(given) < 1:
+        self.count = int(given) if given.isdecimal() else 0
+        if self.count < 1:
             raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
-        self.count = int(given)
 
     def data_hash(self) -> str:
         """Of the generator's name, version, limits and seed."""
@@ -182,12 +177,11 @@ class VisualTask(PictureTask):
         facts = ["data/synth", self.name, self.version, self.options.seed, MIN_SIDE, MAX_SIDE, MAX_OBJECTS]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """The first `limit` of `n` questions; categories stand in turn."""
         for problem in self.task.exam(min(limit or self.count, self.count), self.options.seed):
-            prompt = [problem.media(), Text(question_text(problem.question))]
-            category = problem.category
-            yield Question(problem.key, prompt, problem.answer, category, meta={"problem": problem})
+            prompt, meta = [problem.media(), Text(question_text(problem.question))], {"problem": problem}
+            yield Question(problem.key, prompt, problem.answer, problem.category, meta=meta)
 
     def judged(self, question: Question, output: Any) -> Record:
         """metrics: the task's own, with `cut`: the limit ended the answer."""
@@ -201,17 +195,18 @@ class GroundingTask(VisualTask):
     """Grounding; the constant answer to beat is the median box of all questions, as shares of the picture."""
 
     def judged(self, question: Question, output: Any) -> Record:
-        (left, top, right, bottom), scene, _ = named_box(question.meta["problem"])
+        box, scene, _ = named_box(question.meta["problem"])
         # Pictures differ in size; a constant box has to be said in shares.
-        relative = [left / scene.width, top / scene.height, right / scene.width, bottom / scene.height]
+        sides = (scene.width, scene.height) * 2
+        relative = [place / side for place, side in zip(box, sides)]
         return {**super().judged(question, output), "target_box": relative}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """As for all tasks, with the median box as the constant answer."""
-        boxes = [tuple(record["target_box"]) for record in records]
+        boxes = [record["target_box"] for record in records]
         left, top, right, bottom = map(median, zip(*boxes))
         # The published bar of grounding: half overlap.
-        hits = [iou(box, (left, top, right, bottom)) >= 0.5 for box in boxes]
+        hits = [iou(tuple(box), (left, top, right, bottom)) >= 0.5 for box in boxes]
         return {**super().aggregate(records), "majority": fmean(hits)}
 
 
@@ -224,9 +219,8 @@ TEXTS = {
     "board": "cells, rows and counts on boards of coloured squares",
     "video_qa": "questions about rendered clips",
 }
-VISUAL = {name: partial(VisualTask, name) for name in TEXTS} | {
-    "grounding": partial(GroundingTask, "grounding")
-}
+VISUAL = {name: partial(VisualTask, name) for name in TEXTS}
+VISUAL["grounding"] = partial(GroundingTask, "grounding")
 for _name, _make in VISUAL.items():
     benchmark(_name, TEXTS[_name])(_make)
 
@@ -254,23 +248,21 @@ class TwinsTask(PictureTask):
         hashes = "\n".join(part.data_hash() for part in self.parts.values())
         return hashlib.sha256(hashes.encode()).hexdigest()
 
-    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+    def questions(self, limit: int | None = None) -> Iterable[Question]:
         """Questions of the parts in turn, so that every limit holds all kinds."""
         share = None if limit is None else -(-limit // len(self.parts))
         merged = []
-        for turn in zip_longest(*(part.questions(share, shots) for part in self.parts.values())):
+        for turn in zip_longest(*(part.questions(share) for part in self.parts.values())):
             for name, question in zip(self.parts, turn):
                 if question is not None:
-                    prompt = in_words(question.meta["problem"])
-                    category, meta = f"{name}/{question.category}", {**question.meta, "part": name}
-                    twin = Question(f"twins/{question.id}", prompt, question.target, category, meta=meta)
-                    merged.append(twin)
+                    twin = {"id": f"twins/{question.id}", "category": f"{name}/{question.category}"}
+                    twin |= {"prompt": in_words(question.meta["problem"])}
+                    merged.append(replace(question, **twin, meta={**question.meta, "part": name}))
         return merged[:limit]
 
-    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
+    def requests(self, question: Question, repeat: int) -> Sequence[Request]:
         """One request: the twin and the question, with the limit of its kind."""
-        part = self.parts[question.meta["part"]]
-        return [part.generation(question.prompt, question.id, repeat, part.stop)]
+        return [self.parts[question.meta["part"]].generation(question.prompt, question.id, repeat, self.stop)]
 
     def judged(self, question: Question, output: Any) -> Record:
         """As the visual task scores it."""

@@ -52,7 +52,7 @@ def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreR
     # Letters by likelihood: what both evaluators do alike.
     task = MmluPro(TaskOptions(data=data, form="mcf"))
     found: dict[str, list[list[ScoreRequest]]] = defaultdict(list)
-    for question in task.questions(None, None):
+    for question in task.questions():
         known = question.category in found or len(found) < categories
         if known and len(found[question.category]) < questions:
             rows = [r for r in task.requests(question, 0) if isinstance(r, ScoreRequest)]

@@ -23,14 +23,13 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from earlyfusion.eval.benchmarks.base import BaseTask
+from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.lm_eval import run_harness
 from earlyfusion.eval.benchmarks.mmlu_pro import rescore
 from earlyfusion.eval.contamination import NGRAM, report
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
-from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.options import Options, verb
@@ -53,7 +52,7 @@ class EvalOptions(Options):
     """[TASK=]HEX: refuse data whose hash (in the summary) differs"""
     form: str | None = None
     """form of all tasks that have it: cot, mcf, cf, ..."""
-    limit: int | None = None
+    limit: int | None = Field(None, ge=1)
     """questions per task, spread over its categories (default all)"""
     shots: int | None = None
     """worked examples in the prompt (default the task's own number)"""
@@ -115,10 +114,11 @@ def evaluate(options: EvalOptions) -> None:
 
     # The tasks of lm-evaluation-harness are its own; ours are built and checked before a model is read.
     paths, default = data_paths(options.data)
-    limit, shots, out = options.limit, options.shots, options.out
+    limit, out = options.limit, options.out
     if options.harness == "lm-eval":
         named = {**paths, **({"": default} if default else {})}
-        run_harness(_model(options), names, named, limit=limit, shots=shots, seed=options.seed, out=out)
+        chosen = options.model_dump(include={"limit", "shots", "seed", "out"})
+        run_harness(_model(options), names, named, **chosen)
         return
     tasks = build_tasks(options, names, paths, default)
     if options.contamination is not None:
@@ -135,7 +135,7 @@ def evaluate(options: EvalOptions) -> None:
     with Progress(console=Console(stderr=True), disable=options.quiet) as bar:
         for task in tasks:
             advance = partial(_advance, bar, bar.add_task(task.label, total=None))
-            summaries.append(run_task(model, task, limit=limit, shots=shots, out=out, progress=advance))
+            summaries.append(run_task(model, task, limit=limit, out=out, progress=advance))
     show(summaries)
     if out is not None:
         write_pages(out)
@@ -166,8 +166,10 @@ def build_tasks(
         if not found:
             raise EvalError(f"--set {pair}: expected KEY=VALUE")
         extra[key] = value
-    chosen = options.model_dump(include={"form", "samples", "seed", "temperature", "top_p", "max_new_tokens"})
-    tasks = [build_by_name(name, TaskOptions(data=default, extra=extra, **chosen), paths) for name in names]
+    chosen = options.model_dump(
+        include={"form", "shots", "samples", "seed", "temperature", "top_p", "max_new_tokens"}
+    )
+    tasks = [build_task(name, TaskOptions(data=default, extra=extra, **chosen), paths) for name in names]
 
     for pin in options.sha256:
         name, _, digits = pin.rpartition("=")

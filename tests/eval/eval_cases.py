@@ -116,7 +116,7 @@ def mmlu_pro_folder(folder: Path, per_category: int = 4) -> Path:
 def ask_all(task, answer, limit: int | None):
     """Ask a task of a model given as a function (question, request) -> text; records and sums."""
     records = []
-    for question in task.questions(limit, None):
+    for question in task.questions(limit):
         outputs = [Generation(answer(question, request), 1, "stop") for request in task.requests(question, 0)]
         records.append({"id": question.id, "category": question.category, **task.score(question, 0, outputs)})
     return records, task.aggregate(records)

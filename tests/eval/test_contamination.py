@@ -74,7 +74,7 @@ def test_text_is_found_in_every_kind_of_file(tmp_path):
 def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_path, capsys):
     folder = mmlu_pro_folder(tmp_path / "data")
     made = MmluPro(TaskOptions(data=folder))
-    question = next(q for q in made.questions(None, None) if q.id == "101")
+    question = next(q for q in made.questions() if q.id == "101")
     shards = tmp_path / "train"
     row = question.meta["row"]
     write_jsonl(

@@ -12,16 +12,16 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.benchmarks.easy_vqa import ANSWERS, majority_answers, questions_of
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
-from earlyfusion.eval.registry import build_task
 from earlyfusion.model.generate import pack_prompts
 
 
 def test_all_official_questions_are_asked_and_a_limit_spreads_over_them():
     texts, answers, pictures = package.get_test_questions()
-    every, some = (list(build_task("easy_vqa").questions(limit, None)) for limit in (None, 200))
+    every, some = (list(build_task("easy_vqa").questions(limit)) for limit in (None, 200))
     asked = Counter((text, answer, entry.index) for entry, text, answer in questions_of("test"))
     assert asked == Counter(zip(texts, answers, pictures)) and set(ANSWERS) == set(package.get_answers())
     assert len({q.id for q in every}) == 9673
@@ -42,7 +42,7 @@ def test_majority_answers_are_those_of_the_training_questions():
 def test_questions_are_put_as_in_training():
     """Prompt and answer are the training document of that picture with this one question, cut in two."""
     source = build_source(SourceConfig(name="vqa", kind="easy_vqa"))
-    asked = list(build_task("easy_vqa").questions(None, None))
+    asked = list(build_task("easy_vqa").questions())
     assert len({question.id for question in asked}) == 9673
     for index in (0, 500, 999):
         *prompt, answer = source.heldout(index).segments
@@ -63,7 +63,7 @@ def shown(prompt):
 def test_a_seer_scores_one_and_its_blind_control_does_not():
     """It answers right exactly when it is shown a picture that is not uniform."""
     gold = {}
-    for question in build_task("easy_vqa").questions(500, None):
+    for question in build_task("easy_vqa").questions(500):
         gold[shown(question.prompt).tobytes(), question.prompt[1].text] = question.target
 
     def say(request):
@@ -85,7 +85,7 @@ def test_choice_among_the_answers_is_by_likelihood():
     """Against ln p of every whole answer, one document after the other."""
     model = own_model(3)
     task = build_task("easy_vqa", TaskOptions(form="choice", extra={"views": ""}))
-    for question in task.questions(6, None):
+    for question in task.questions(6):
         likelihoods = []
         for answer in ANSWERS:
             segments = [*question.prompt, Text(answer_text(answer))]

@@ -90,7 +90,7 @@ def test_a_run_from_the_command_line_leaves_no_text_behind(tmp_path, data):
 def test_broken_files_are_refused_without_quoting_them(tmp_path, row, error, message):
     (tmp_path / "gpqa_diamond.jsonl").write_text(row + "\n")
     with pytest.raises(error, match=message) as refused:
-        list(task(tmp_path).questions(None, None))
+        list(task(tmp_path).questions())
     assert "secretword" not in str(refused.value)
 
 
@@ -137,7 +137,7 @@ def test_the_prompts_are_those_of_simple_evals_and_lm_eval(data):
     shown = {}
     for form in ("cot", "lm_eval", "mcf"):
         made = task(data[0], form=form)
-        question = next(iter(made.questions(1, None)))
+        question = next(iter(made.questions(1)))
         request = made.requests(question, 0)[0]
         shown[form] = request.context if form == "mcf" else request.prompt
     text, options = question.prompt, [question.choices[i] for i in permutation(question.id, 0)]
@@ -151,4 +151,4 @@ def test_the_prompts_are_those_of_simple_evals_and_lm_eval(data):
 
 def test_shots_are_refused(data):
     with pytest.raises(EvalError, match="zero-shot"):
-        run_task(Scripted(), task(data[0]), shots=5)
+        task(data[0], shots=5)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
+from earlyfusion.eval.benchmarks.base import build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.harness import RECORDS, append_records, evaluate_in_memory, read_records, run_task
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest, TaskOptions, prompt_hash
-from earlyfusion.eval.registry import build_task, known_benchmarks
 
 
 def say(request):

@@ -14,10 +14,10 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image, Sample, Text
+from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.explain import explain
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
-from earlyfusion.eval.registry import build_task
 from earlyfusion.pipeline.cli import main as cli
 from earlyfusion.pipeline.report.evaluation import show, write_pages
 

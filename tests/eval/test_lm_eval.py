@@ -47,17 +47,17 @@ def same(theirs, model, requests):
 
 @pytest.mark.parametrize("form", ["mcf", "cf"])
 def test_every_log_probability_is_lm_evals(tmp_path, folder, theirs, form):
-    made = MmluPro(TaskOptions(data=mmlu_pro_folder(tmp_path), form=form))
+    made = MmluPro(TaskOptions(data=mmlu_pro_folder(tmp_path), form=form, shots=3))
     model = hf_model(folder, batch_size=8)
-    for question in made.questions(None, 3):
+    for question in made.questions():
         same(theirs, model, made.requests(question, 0))
 
 
 @pytest.mark.skipif(not (MMLU_PRO / "test.jsonl").is_file(), reason="the MMLU-Pro files are not here")
 def test_real_questions_give_lm_evals_log_probabilities(folder, theirs):
-    made = MmluPro(TaskOptions(data=MMLU_PRO, form="mcf"))
+    made = MmluPro(TaskOptions(data=MMLU_PRO, form="mcf", shots=1))
     model = hf_model(folder, batch_size=8)
-    for question in made.questions(14, 1):
+    for question in made.questions(14):
         same(theirs, model, made.requests(question, 0))
 
 

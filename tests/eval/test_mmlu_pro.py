@@ -44,7 +44,7 @@ def test_published_baselines_are_found_in_the_data():
 def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
     utils = pytest.importorskip("lm_eval.tasks.mmlu_pro.utils")
     validation = read_rows(MMLU_PRO / "validation.jsonl")
-    for question in task(MMLU_PRO).questions(14, None):
+    for question in task(MMLU_PRO).questions(14):
         shots = [example for example in validation if example["category"] == question.category][:5]
         shown = "".join(utils.format_cot_example(example) for example in shots)
         shown += utils.format_cot_example(question.meta["row"], including_answer=False)
@@ -53,7 +53,7 @@ def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
 
 
 def test_the_prompt_is_written_out_as_published(data):
-    question = next(iter(task(data).questions(None, 1)))
+    question = next(iter(task(data, shots=1).questions()))
     assert (
         question.prompt
         == "The following are multiple choice questions (with answers) about math. Think step by step and"
@@ -69,7 +69,7 @@ def test_examples_are_dropped_until_the_prompt_fits(data):
     model, made = Scripted(), task(data)
     model.count_tokens = lambda text: 500 * text.count("Question:\n")
     made.prepare(model)
-    (request,) = made.requests(next(iter(made.questions(None, None))), 0)
+    (request,) = made.requests(next(iter(made.questions())), 0)
     # five shots and the question are 3,000 tokens, four 2,500, three 2,000: the first below 4096 - 2048
     assert request.prompt.count("Question:\n") == 4
     assert request.prompt.startswith("The following") and request.prompt.endswith("step by step.")
@@ -78,7 +78,7 @@ def test_examples_are_dropped_until_the_prompt_fits(data):
 
 
 def test_only_examples_of_the_own_category_are_shown(data):
-    for question in task(data, form="mcf").questions(None, None):
+    for question in task(data, form="mcf").questions():
         other = {"math": "computer science", "computer science": "math"}[question.category]
         assert f"of {question.category}?" in question.prompt and f"of {other}?" not in question.prompt
 
@@ -86,7 +86,7 @@ def test_only_examples_of_the_own_category_are_shown(data):
 @pytest.mark.parametrize("form", ["mcf", "cf"])
 def test_log_likelihood_forms_choose_the_likeliest(data, form):
     made, gold = task(data, form=form), {}
-    for question in made.questions(None, None):
+    for question in made.questions():
         letter = question.target
         gold[question.prompt] = letter if form == "mcf" else question.choices["ABC".index(letter)]
     knows = lambda r: float(f" {gold[r.context]}" == r.continuation)
@@ -104,7 +104,7 @@ def test_unextracted_answers_get_the_published_guess_and_are_counted(data):
 
 
 def test_a_limit_takes_from_every_category_and_grows_in_place(data):
-    few, more = (list(task(data).questions(limit, None)) for limit in (2, 5))
+    few, more = (list(task(data).questions(limit)) for limit in (2, 5))
     assert len(few) == 2 and {q.id for q in few} < {q.id for q in more}
     assert {q.category for q in few} == {"math", "computer science"}
 
@@ -123,7 +123,7 @@ def test_bad_data_is_named(data):
         task(None).data_hash()
     (data / "validation.jsonl").unlink()
     with pytest.raises(EvalError, match="validation"):
-        list(task(data).questions(None, None))
+        list(task(data).questions())
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -10,9 +10,9 @@ from PIL import Image as PilImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Text
+from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.benchmarks.mmmu import parse_choice
 from earlyfusion.eval.protocol import EvalError, TaskOptions, prompt_text
-from earlyfusion.eval.registry import build_task
 
 
 def mmmu(path):
@@ -47,7 +47,7 @@ def exam(tmp_path):
 
 
 def test_rows_become_interleaved_prompts(exam):
-    questions = list(mmmu(exam[0]).questions(None, None))
+    questions = list(mmmu(exam[0]).questions())
     assert [q.category for q in questions] == ["Accounting", "Art_Theory", "Math", "Math"]
     first = questions[0].prompt
     assert [type(s) for s in first] == [Image, Text]  # shown once; the second mention stays words
@@ -65,7 +65,7 @@ def test_a_model_of_ours_is_asked_in_the_form_of_pretraining(exam):
     rows[3] |= {"explanation": "see <image 2>", "image_2": "red.png"}
     model, task = own_model(), mmmu(write(path, rows))
     task.prepare(model)
-    asked = [task.requests(question, 0) for question in task.questions(None, None)]
+    asked = [task.requests(question, 0) for question in task.questions()]
     first, second = asked[0][0].prompt, asked[1][0].prompt
     assert [type(part) for part in first] == [Image, Text] and asked[0][0].stop == ("\n",)
     assert first[1].text.startswith("\nQ: Which colour") and first[1].text.endswith("directly.\nA:")
@@ -74,7 +74,7 @@ def test_a_model_of_ours_is_asked_in_the_form_of_pretraining(exam):
     assert [type(part) for part in asked[0][1].prompt] == [Image, Text], "the blind view has the same form"
     model.chat = True
     task.prepare(model)
-    (plain, _) = task.requests(next(iter(task.questions(1, None))), 0)
+    (plain, _) = task.requests(next(iter(task.questions(1))), 0)
     assert plain.prompt[1].text.startswith(" Which colour")
 
 
@@ -98,7 +98,7 @@ def test_parquet_is_read_as_jsonl(exam, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "exam.parquet")
     shown = []
     for file in (path, tmp_path / "exam.parquet"):
-        questions = mmmu(file).questions(None, None)
+        questions = mmmu(file).questions()
         shown.append([(q.id, prompt_text(q.prompt), q.target) for q in questions])
     assert shown[0] == shown[1]
 
@@ -137,7 +137,7 @@ def test_letters_are_parsed_as_published():
 def test_broken_exams_are_named(exam, change, message):
     path, rows = exam
     with pytest.raises(EvalError, match=message):
-        list(mmmu(write(path, [{**rows[0], **change}])).questions(None, None))
+        list(mmmu(write(path, [{**rows[0], **change}])).questions())
 
 
 def test_missing_files_and_other_contents_are_named(exam, tmp_path):
@@ -146,4 +146,4 @@ def test_missing_files_and_other_contents_are_named(exam, tmp_path):
             mmmu(path)
     exam[0].write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
-        list(mmmu(exam[0]).questions(None, None))
+        list(mmmu(exam[0]).questions())
