@@ -219,8 +219,8 @@ TEXTS = {
     "board": "cells, rows and counts on boards of coloured squares",
     "video_qa": "questions about rendered clips",
 }
-VISUAL = {name: partial(VisualTask, name) for name in TEXTS}
-VISUAL["grounding"] = partial(GroundingTask, "grounding")
+VISUAL: dict[str, partial[VisualTask]] = {name: partial(VisualTask, name) for name in TEXTS}
+VISUAL |= {"grounding": partial(GroundingTask, "grounding")}
 for _name, _make in VISUAL.items():
     benchmark(_name, TEXTS[_name])(_make)
 
