@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -219,8 +219,9 @@ TEXTS = {
     "board": "cells, rows and counts on boards of coloured squares",
     "video_qa": "questions about rendered clips",
 }
-VISUAL: dict[str, partial[VisualTask]] = {name: partial(VisualTask, name) for name in TEXTS}
-VISUAL |= {"grounding": partial(GroundingTask, "grounding")}
+VISUAL: dict[str, Callable[[TaskOptions], VisualTask]] = {}
+for _name in TEXTS:
+    VISUAL[_name] = partial(GroundingTask if _name == "grounding" else VisualTask, _name)
 for _name, _make in VISUAL.items():
     benchmark(_name, TEXTS[_name])(_make)
 
