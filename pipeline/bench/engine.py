@@ -2,8 +2,9 @@
 
 Part 1: tokens/s of the engine and of transformers' generate, for the recipe's decoder shape without what
 transformers' model lacks (Attention Residuals, gated MLA), over batch sizes and prompt lengths, each side in
-its own process, in turn (for this model transformers refuses static caches and continuous batching). With one
-CPU thread the clock is the process's busy time, else wall time. Answers are greedy and compared. On a CPU our
+its own process, in turn. `static` is generate with a static cache; continuous batching transformers refuses
+for this model ("Invalid layer type: linear_attention"). With one CPU thread the clock is the process's busy
+time, else wall time. Answers are greedy and compared. On a CPU our
 side keeps freed buffers, as our verbs do (`pipeline.runtime.keep_freed_memory`), and multiplies as
 kernels/products.py says; transformers runs as it comes, and as `generate-kept` with freed buffers kept, which
 its users would have to know. `generate-tuned` is that with the chunk rule of its linear attention replaced by
@@ -50,7 +51,7 @@ from earlyfusion.pipeline.runtime import keep_freed_memory
 # As many as a group of rollouts has.
 GROUP = 16
 KEPT, TUNED = "generate-kept", "generate-tuned"
-PEERS = ("generate", KEPT, TUNED)
+PEERS = ("generate", "static", KEPT, TUNED)
 
 
 class EngineOptions(Options):
@@ -159,7 +160,10 @@ def their_side(side: str, shape: dict[str, Any], dtype: torch.dtype) -> Generate
 
         # transformers knows one length for the batch: what is too long is cut off afterwards.
         count = max(batch.counts)
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 2}
+        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+        options |= {"do_sample": False, "pad_token_id": 2}
+        if side == "static":
+            options["cache_implementation"] = "static"
         with torch.no_grad():
             rows = model.generate(ids, attention_mask=mask, **options)
         answers = rows[:, ids.shape[1] :].tolist()
