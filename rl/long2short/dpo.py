@@ -157,15 +157,12 @@ class DpoRun:
     def look(self, name: str) -> list[Row]:
         """Held-out problems under the weights as they are, or what was measured before the stop."""
         path = self.out / "heldout" / f"{name}.jsonl"
-        held: list[Row] = []
-        if self.runtime.is_main and self.config.eval.problems:
-            # The start is measured once, whatever happens to the run.
-            if name == "before":
-                held = read_jsonl(path)
-            if not held:
-                self.model.eval()
-                held = look(self.config, self.model, self.tokenizer, self.sampler.rewards)
-                write_atomic(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in held))
+        # The start is measured once, whatever happens to the run.
+        held = read_jsonl(path) if name == "before" else []
+        if self.runtime.is_main and self.config.eval.problems and not held:
+            self.model.eval()
+            held = look(self.config, self.model, self.tokenizer, self.sampler.rewards)
+            write_atomic(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in held))
         self.runtime.barrier()
         return held
 
@@ -192,7 +189,7 @@ class DpoRun:
         start, teacher = self.start, self.teacher
         if start is None:
             self.model.eval()
-            teacher.set_reference(self.model)
+            teacher.set_reference()
             # Every process computes with the numbers of rank 0, whatever its own rounding.
             own = teacher.reference_P2.double() * self.runtime.is_main
             teacher.reference_P2 = self.runtime.sum(own).float().cpu()
@@ -215,25 +212,20 @@ class DpoRun:
         config, runtime = self.config, self.runtime
         # run.steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
         total = min(len(steps), config.run.steps or len(steps))
-        tracker = Tracker(
-            self.out,
-            runtime,
-            total_steps=total,
-            start_step=self.step,
-            trackers=config.track.trackers,
-            name=config.run.name,
-        )
+        about = {"trackers": config.track.trackers, "name": config.run.name}
+        tracker = Tracker(self.out, runtime, total_steps=total, start_step=self.step, **about)
         self.model.train()
         stopped = False
         try:
             while self.step < total and not stopped:
                 numbers = self.update(steps[self.step], len(steps))
                 self.step += 1
-                if self.step % config.track.log_every == 0 or self.step == total:
+                last = self.step == total
+                if last or self.step % config.track.log_every == 0:
                     tracker.log(self.step, numbers)
-                stopped = runtime.should_stop() and self.step < total
+                stopped = runtime.should_stop() and not last
                 every = config.checkpoint.every
-                if stopped or self.step == total or (every and self.step % every == 0):
+                if stopped or last or (every and self.step % every == 0):
                     self.save()
         finally:
             tracker.close()
@@ -263,13 +255,12 @@ class DpoRun:
         if step.verdict.action == "stop":
             raise TrainingStopped(f"stopped by the guard at update {self.step}: {step.verdict.reason}")
 
-        seconds = time.perf_counter() - begun
         # Sums become means over the pairs; the loss is a mean already.
         means = {name: sums[name] / sums["pairs"] for name in ("margin", "preferred", "chosen", "rejected")}
+        seconds = time.perf_counter() - begun
         return {
-            "loss": sums["loss"],
+            **sums,
             **means,
-            "pairs": sums["pairs"],
             "lr": lr,
             "grad_norm": step.grad_norm,
             "refused": float(step.refused),
@@ -294,20 +285,14 @@ class DpoRun:
         for row in rows:
             name = f"{row['label']}, {row['way']}, {row['metric']}"
             evals[name] = f"{row['before']:.3f} before, {row['after']:.3f} after"
-        notes = [
+        note = (
             f"DPO for shorter answers (long2short, Kimi k1.5 section 2.4) from `{self.folder}`: {pairs} pairs"
-            f" of its own answers to {options.problems} problems, beta {options.beta:g}.",
-            "Chosen: the shortest right answer. Rejected: longer wrong ones, and right ones of at least"
-            f" {LONGER:g} times its length.",
-        ]
-        facts = {
-            "name": self.config.run.name,
-            "steps": self.step,
-            "seed": options.seed,
-            "base": str(self.folder),
-            "evals": evals,
-            "notes": notes,
-        }
+            f" of its own answers to {options.problems} problems, beta {options.beta:g}. Chosen: the shortest"
+            " right answer. Rejected: longer wrong ones, and right ones of at least"
+            f" {LONGER:g} times its length."
+        )
+        facts = {"name": self.config.run.name, "steps": self.step, "seed": options.seed, "notes": [note]}
+        facts |= {"base": str(self.folder), "evals": evals}
         directory = save_beside(self.model, self.tokenizer, self.out / "model", facts, self.folder)
         summary = {"model": str(self.folder), "pairs": pairs, "problems": options.problems}
         summary |= {"steps": self.step, "of": total, "heldout": rows}

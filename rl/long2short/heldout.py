@@ -6,8 +6,11 @@ rows = compared(before, after)                    # accuracy and tokens, differe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -42,48 +45,44 @@ def look(config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, rewards: R
         slots=rollout.slots,
     )
     # Greedy answers may all be short already where samples are not.
-    found = judged(asked.questions, [[one] for one in asked.greedy], "greedy", rewards)
-    if section.samples:
-        found += judged(asked.questions, asked.samples, "sampled", rewards)
-    return found
-
-
-def judged(
-    questions: Sequence[Any], answers: Sequence[Sequence[Answer]], way: str, rewards: Rewards
-) -> list[Row]:
-    """A row for every question: accuracy and tokens of its answer, or means over its samples."""
+    ways = {"greedy": [[one] for one in asked.greedy], "sampled": asked.samples if section.samples else []}
     rows = []
-    for question, own in zip(questions, answers):
-        # One call a question keeps the judgements beside their answers.
-        scored = rewards([(question.problem, one.judged) for one in own])
-        right = [solved(question.problem.task, rewards.span.share(one.value)) for one in scored]
-        row: Row = {"label": question.entry.label, "key": question.problem.key, "way": way}
-        row |= {"accuracy": float(np.mean(right)), "tokens": float(np.mean([len(one.ids) for one in own]))}
-        rows.append({**row, "answer": own[0].text.strip()})
+    for way, answers in ways.items():
+        rows += [judged(question, own, way, rewards) for question, own in zip(asked.questions, answers)]
     return rows
+
+
+def judged(question: Any, own: Sequence[Answer], way: str, rewards: Rewards) -> Row:
+    """The row of a question: accuracy and tokens of its answer, or means over its samples."""
+    # One call a question keeps the judgements beside their answers.
+    scored = rewards([(question.problem, one.judged) for one in own])
+    right = [solved(question.problem.task, rewards.span.share(one.value)) for one in scored]
+    row: Row = {"label": question.entry.label, "key": question.problem.key, "way": way}
+    row |= {"accuracy": fmean(right), "tokens": fmean(len(one.ids) for one in own)}
+    return row | {"answer": own[0].text.strip()}
 
 
 def pairs_of(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
     """What was measured both times."""
-    first = {(one["label"], one["key"], one["way"]): one for one in before}
-    return [(first[key], one) for one in after if (key := (one["label"], one["key"], one["way"])) in first]
+    name = itemgetter("label", "key", "way")
+    first = {name(one): one for one in before}
+    return [(first[name(one)], one) for one in after if name(one) in first]
 
 
 def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     """A row for every entry (and "all"), way and metric: n, means before and after, the mean paired
     difference `value` and its 95 % Student t interval."""
-    pairs = pairs_of(before, after)
-    # Problems count alike in the mean over all entries.
-    labels = dict.fromkeys(one["label"] for _, one in pairs)
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
+    for pair in pairs_of(before, after):
+        # Problems count alike in the mean over all entries.
+        for label in (pair[1]["label"], "all"):
+            groups[label, pair[1]["way"]].append(pair)
     rows = []
-    for way in dict.fromkeys(one["way"] for _, one in pairs):
-        for label in [*labels, "all"]:
-            own = [pair for pair in pairs if pair[1]["way"] == way and label in (pair[1]["label"], "all")]
-            for metric in METRICS:
-                ab = np.array([[a[metric], b[metric]] for a, b in own])
-                row = {"label": label, "way": way, "metric": metric}
-                row |= {"before": ab[:, 0].mean(), "after": ab[:, 1].mean()}
-                rows.append({**row, **mean_estimate(ab[:, 1] - ab[:, 0]).to_dict()})
+    for (label, way), own in groups.items():
+        for metric in METRICS:
+            a, b = (np.array([one[metric] for one in side]) for side in zip(*own))
+            row = {"label": label, "way": way, "metric": metric, "before": a.mean(), "after": b.mean()}
+            rows.append(row | mean_estimate(b - a).to_dict())
     return rows
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.rl.learn import Learner, Piece
 from earlyfusion.rl.long2short.samples import Answered
 from earlyfusion.rl.objectives.sequences import sequence_sums, wide
 
+SUMS = ("loss", "margin", "preferred", "chosen", "rejected", "tokens", "pairs")
+"""What is added up over the pairs of an update."""
 LONGER = 1.5
 """k1.5: a right answer this many times as long as the shortest one counts as rejected."""
 
@@ -88,18 +89,16 @@ def batches(pairs: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
 # ---- The loss.
 
 
-def dpo_loss(
-    chosen_B: Tensor, rejected_B: Tensor, ref_chosen_B: Tensor, ref_rejected_B: Tensor, beta: float = 0.1
-) -> tuple[Tensor, Tensor]:
+def dpo_loss(logp_B2: Tensor, reference_B2: Tensor, beta: float = 0.1) -> tuple[Tensor, Tensor]:
     """(mean of -log sigmoid(m), margins m_B detached), m = beta [(chosen - ref_chosen) - (rejected -
     ref_rejected)].
 
-    All [B], log-probabilities of whole answers (`sequences.sequence_sums`) under policy and reference.
-    Derivative by chosen: -beta sigmoid(-m) / B. Source: 2305.18290 eq. 7. No pairs: loss 0.
+    [B, 2]: log-probabilities of whole chosen and rejected answers (`sequences.sequence_sums`) under policy
+    and reference. Derivative by chosen: -beta sigmoid(-m) / B. Source: 2305.18290 eq. 7. No pairs: loss 0.
     """
     # Differences of long sums: in bfloat16 little of them would be left.
-    reference_B = (wide(ref_chosen_B) - wide(ref_rejected_B)).detach()
-    margins_B = beta * (wide(chosen_B) - wide(rejected_B) - reference_B)
+    ours_B, theirs_B = (wide(one_B2[:, 0]) - wide(one_B2[:, 1]) for one_B2 in (logp_B2, reference_B2))
+    margins_B = beta * (ours_B - theirs_B.detach())
     return -F.logsigmoid(margins_B).sum() / max(1, margins_B.numel()), margins_B.detach()
 
 
@@ -117,49 +116,34 @@ class PreferenceLearner:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        answered: Sequence[Answered],
-        pairs: Sequence[Pair],
-        beta: float,
-        nll: float = 0.0,
+        self, learner: Learner, answered: Sequence[Answered], pairs: Sequence[Pair], beta: float, nll: float
     ) -> None:
         self.learner, self.answered, self.pairs, self.beta, self.nll = learner, answered, pairs, beta, nll
         self.row_tokens = learner.config.train.row_tokens
         self.reference_P2 = torch.zeros(len(pairs), 2)
 
-    def pieces(self, pair: Pair) -> Held:
-        """The two answers of a pair."""
-        found = {}
-        for index in (pair.chosen, pair.rejected):
-            trajectory = self.answered[pair.problem].trajectory(index)
-            found[pair.problem, index] = Piece(pair.problem, trajectory, [index])
-        return found
-
-    def set_reference(self, model: NativeFusion) -> None:
-        """Read the log-probabilities of `model`, before it is trained."""
+    def set_reference(self) -> None:
+        """Read the log-probabilities of the model, before it is trained."""
         with torch.no_grad():
             for row, held in self.rows(range(len(self.pairs))):
-                self.reference_P2[row] = torch.stack(self.log_probs(model, row, held), 1).cpu()
+                self.reference_P2[row] = self.log_probs(row, held).cpu()
 
-    def log_probs(self, model: NativeFusion, row: Sequence[int], held: Held) -> tuple[Tensor, Tensor]:
-        """Of the chosen and of the rejected answers of these pairs, each [B]."""
+    def log_probs(self, row: Sequence[int], held: Held) -> Tensor:
+        """Of the chosen and of the rejected answers of these pairs, [B, 2]."""
         pieces = list(held.values())
         lengths = [piece.length for piece in pieces]
-        logp_U = self.learner.log_probs(model, pieces, torch.ones(sum(lengths)), replay=False)
+        logp_U = self.learner.log_probs(self.learner.model, pieces, torch.ones(sum(lengths)), replay=False)
         logp_N = sequence_sums(logp_U, Segments.from_lengths(lengths))
         places = {key: n for n, key in enumerate(held)}
         pairs = [self.pairs[p] for p in row]
-        chosen_B = logp_N[[places[pair.problem, pair.chosen] for pair in pairs]]
-        return chosen_B, logp_N[[places[pair.problem, pair.rejected] for pair in pairs]]
+        return logp_N[torch.tensor([[places[g, i], places[g, j]] for g, i, j in pairs])]
 
     def gradients(self, batch: Sequence[int], whole: int) -> dict[str, float]:
         """Add the gradients of these pairs of an update of `whole` pairs. Returns sums over them: loss,
         margins, margins above 0, chosen and rejected log ratios to the start, tokens of the rows, pairs."""
-        names = ("loss", "margin", "preferred", "chosen", "rejected", "tokens", "pairs")
-        sums = dict.fromkeys(names, 0.0)
+        sums: dict[str, float] = dict.fromkeys(SUMS, 0.0)
         for row, held in self.rows(batch):
-            for name, value in zip(names, self.row(row, held, whole)):
+            for name, value in self.row(row, held, whole).items():
                 sums[name] += float(value)
         return sums
 
@@ -170,7 +154,8 @@ class PreferenceLearner:
         held: Held = {}
         # Pairs of one problem share their answers, if they stand in one row.
         for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
-            both = self.pieces(self.pairs[p])
+            number, *two = self.pairs[p]
+            both = {(number, i): Piece(number, self.answered[number].trajectory(i), [i]) for i in two}
             joined = held | both
             if row and sum(piece.trajectory.total for piece in joined.values()) > self.row_tokens:
                 yield row, held
@@ -180,22 +165,23 @@ class PreferenceLearner:
         if row:
             yield row, held
 
-    def row(self, row: Sequence[int], held: Held, whole: int) -> tuple[Any, ...]:
+    def row(self, row: Sequence[int], held: Held, whole: int) -> dict[str, Tensor | float]:
         """Backward of one row; its sums, as `gradients` names them."""
         model = self.learner.model
-        chosen_B, rejected_B = self.log_probs(model, row, held)
-        start_2B = self.reference_P2[list(row)].T.to(chosen_B.device)
-        mean, margins_B = dpo_loss(chosen_B, rejected_B, start_2B[0], start_2B[1], self.beta)
+        logp_B2 = self.log_probs(row, held)
+        start_B2 = self.reference_P2[list(row)].to(logp_B2.device)
+        mean, margins_B = dpo_loss(logp_B2, start_B2, self.beta)
         loss = mean * (len(row) / whole)
         # DPO alone may lower the likelihood of both answers of a pair.
         if self.nll:
             pairs = [self.pairs[p] for p in row]
             lengths = [self.answered[pair.problem].answers[pair.chosen].tokens for pair in pairs]
-            loss = loss - self.nll * (chosen_B / torch.tensor(lengths).to(chosen_B)).sum() / whole
+            loss = loss - self.nll * (logp_B2[:, 0] / torch.tensor(lengths).to(logp_B2)).sum() / whole
 
         # Every parameter takes part whatever the row holds, so that
         # all processes exchange the same gradients.
         (loss + model.vision_anchor()).backward()
-        ratios = (torch.stack([chosen_B.detach(), rejected_B.detach()]) - start_2B).double().sum(1)
+        chosen, rejected = (logp_B2.detach() - start_B2).double().sum(0)
         tokens = sum(piece.trajectory.total for piece in held.values())
-        return loss.detach(), margins_B.sum(), (margins_B > 0).sum(), *ratios, tokens, len(row)
+        sums = (loss.detach(), margins_B.sum(), (margins_B > 0).sum(), chosen, rejected, tokens, len(row))
+        return dict(zip(SUMS, sums))

@@ -2,19 +2,16 @@
 and the preference pairs are made of.
 
     {"settings": {...}}                                                     what they were sampled with
-    {"ask": [bin, entry, number], "key": "counting/train/0/7", "answers": [{"ids", "text", "finish", "score"},
-    ...]}
+    {"key": "counting/train/0/7", "answers": [{"ids", "text", "finish", "score"}, ...]}
 
-Problems are sampled in parts of PART; a stopped run goes on behind the last whole part, with the same
-answers.
+Problems are sampled in parts of PART; a stopped run goes on behind the last part, with the same answers.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,12 +22,12 @@ from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic
-from earlyfusion.model.engine.requests import Completion, FinishReason, SamplingParams
+from earlyfusion.kernels.files import read_jsonl, write_atomic
+from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import save_model
-from earlyfusion.pipeline.config.compose import compose, dump, validate
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.options import Options
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig
@@ -132,7 +129,7 @@ def save_beside(
 class Answer:
     """One sampled answer. ids: its tokens, the stop token included. right: its score counts as solved."""
 
-    ids: tuple[int, ...]
+    ids: list[int]
     text: str
     finish: str
     score: float
@@ -154,13 +151,10 @@ class Answered:
     def trajectory(self, index: int) -> Trajectory:
         """An answer as the learner packs it; without what only the sampler knew."""
         answer, prompt = self.answers[index], self.prompt.encoded
-        unknown = [float("nan")] * answer.tokens
-        cut: FinishReason = "length" if answer.finish == "length" else "stop"
-
+        unknown, versions = [float("nan")] * answer.tokens, [0] * answer.tokens
         # The prompt was read once for all answers, so nothing of it counts as cached.
-        ids, versions = list(answer.ids), [0] * answer.tokens
-        done = Completion("", index, ids, unknown, unknown, versions, answer.text, cut, len(prompt.ids), 0)
-        return Trajectory(prompt, done)
+        about = (answer.ids, unknown, unknown, versions, answer.text, "stop", len(prompt.ids), 0)
+        return Trajectory(prompt, Completion("", index, *about))
 
     def shortest(self) -> int | None:
         """Number of the shortest right answer (the first of equals); None where none is right."""
@@ -186,65 +180,52 @@ class Sampler:
         self.rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
         # Drawn in one go: which problems are asked does not depend on where a run was stopped.
         self.asked = self.prompts.draw(problems, 0)
-        tree = dump(config)
         self.settings = {
             "model": str(folder.resolve()),
             "tokenizer": tokenizer.hash,
             "seed": config.run.seed,
             "problems": problems,
-            "temperature": temperature(config.temperature, 0),
-            **{section: tree[section] for section in ("tasks", "rollout", "reward")},
+            **config.model_dump(mode="json", include={"tasks", "rollout", "reward", "temperature"}),
         }
 
     def gather(self, stop: Callable[[], bool] = lambda: False) -> list[Answered] | None:
         """All answers, sampled as far as the file does not hold them; None when `stop()` turns true."""
         lines = self._known()
+        # Asked between parts: a part is written whole or not at all.
         while len(lines) < len(self.asked):
-            # Asked between parts: a part is written whole or not at all.
             if stop():
                 return None
             lines += self._part(len(lines))
+            told = [{"settings": self.settings}, *lines]
+            write_atomic(self.path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told))
             print(f"answers: {len(lines)}/{len(self.asked)} problems", flush=True)
-        return self.read(lines)
+        return self.read()
 
-    def read(self, lines: Sequence[dict[str, Any]] | None = None) -> list[Answered]:
-        """The answers of the file (or of its lines)."""
+    def read(self) -> list[Answered]:
+        """The answers of the file."""
         found = []
-        for line in self._known() if lines is None else lines:
-            prompt = self.prompts.prompt(*line["ask"])
+        for prompt, line in zip(self.asked, self._known()):
             answers = []
             for one in line["answers"]:
                 right = solved(prompt.problem.task, self.rewards.span.share(one["score"]))
-                answers.append(Answer(tuple(one["ids"]), one["text"], one["finish"], one["score"], right))
+                answers.append(Answer(**one, right=right))
             found.append(Answered(prompt, self.config.tasks[prompt.entry].label, answers))
         return found
 
     def _known(self) -> list[dict[str, Any]]:
-        """The lines that are there; a torn one at the end is cut off."""
-        if not self.path.is_file():
-            return []
-        # A kill in the middle of a write leaves half a line.
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True)
-        try:
-            head, *lines = [json.loads(line) for line in whole] or [{"settings": self.settings}]
-            old = head["settings"]
-            asked = [self.prompts.prompt(*line["ask"]) for line in lines]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{self.path}: not a file of samples; remove it, or name another --out") from None
-        if old != self.settings or asked != self.asked[: len(asked)]:
-            odd = [key for key in self.settings if old.get(key) != self.settings[key]] or ["prompts"]
+        """The lines that are there."""
+        head, *lines = read_jsonl(self.path) or [{"settings": self.settings}]
+        old = head.get("settings", {})
+        odd = [key for key in self.settings if old.get(key) != self.settings[key]]
+        if odd:
             raise UserError(
                 f"{self.path} was sampled with other settings ({', '.join(odd)} differ); put them back, or"
                 " name another --out"
             )
-        # A part is sampled again whole: the noise of a sample is keyed by its place in the part.
-        kept = len(lines) if len(lines) == len(self.asked) else len(lines) // PART * PART
-        write_atomic(self.path, b"".join(whole[: 1 + kept]))
-        return lines[:kept]
+        return lines
 
     def _part(self, start: int) -> list[dict[str, Any]]:
-        """Sample, judge and write the next part."""
+        """Sample and judge the next part."""
         options, asked = self.config.rollout, self.asked[start : start + PART]
         params = SamplingParams(
             options.max_new_tokens,
@@ -267,12 +248,5 @@ class Sampler:
             for one in group.trajectories:
                 told = {"ids": one.ids, "text": one.completion.text, "score": next(scored).value}
                 answers.append({**told, "finish": one.completion.finish_reason})
-            lines.append({"ask": group.prompt.ids, "key": group.problem.key, "answers": answers})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            for line in lines if file.tell() else [{"settings": self.settings}, *lines]:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            # What a resume relies on must be on the disk.
-            os.fsync(file.fileno())
+            lines.append({"key": group.problem.key, "answers": answers})
         return lines

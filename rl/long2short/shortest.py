@@ -16,9 +16,9 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 
 from earlyfusion.data.chat.rows import Media, messages_of
@@ -57,21 +57,17 @@ def lengths(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
     for label in [*dict.fromkeys(one.label for one in answered), "all"]:
         own = [one for one in answered if label in (one.label, "all")]
         every = [answer for one in own for answer in one.answers]
-        row: dict[str, Any] = {"problems": len(own)}
-        row["accuracy"] = np.mean([answer.right for answer in every])
-        row["tokens_all"] = np.mean([answer.tokens for answer in every])
-
         # A problem with many right answers must not count more than one with few.
-        right, shortest_ = [], []
-        for one in own:
-            tokens = [answer.tokens for answer in one.answers if answer.right]
-            if tokens:
-                right.append(np.mean(tokens))
-                shortest_.append(min(tokens))
-        row |= {"solved": len(right)}
-        if right:
-            row |= {"tokens_right": np.mean(right), "tokens_shortest": np.mean(shortest_)}
-        table[label] = {key: float(value) for key, value in row.items()}
+        right = [[answer.tokens for answer in one.answers if answer.right] for one in own]
+        solved = [tokens for tokens in right if tokens]
+        table[label] = {
+            "problems": float(len(own)),
+            "accuracy": fmean(answer.right for answer in every),
+            "tokens_all": fmean(answer.tokens for answer in every),
+            "solved": float(len(solved)),
+            "tokens_right": fmean(map(fmean, solved)) if solved else math.nan,
+            "tokens_shortest": fmean(map(min, solved)) if solved else math.nan,
+        }
     return table
 
 
@@ -89,12 +85,8 @@ def row_of(one: Answered, index: int, entry: TaskEntry, number: int, out: Path) 
             content.append({"type": "text", "text": segment.text})
     answer = {"type": "text", "text": one.answers[index].text}
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [answer]}]
-    return {
-        "messages": messages,
-        "task": one.label,
-        "key": one.prompt.problem.key,
-        "tokens": one.answers[index].tokens,
-    }
+    about = {"task": one.label, "key": one.prompt.problem.key, "tokens": one.answers[index].tokens}
+    return {"messages": messages, **about}
 
 
 def write_documents(

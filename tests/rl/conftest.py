@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest
 import rl_cases
+from long2short_cases import here, toy  # noqa: F401
 
 from earlyfusion.rl import rewards
 

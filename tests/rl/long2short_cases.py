@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
@@ -17,25 +17,18 @@ from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.model.engine.requests import Completion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
+from earlyfusion.rl import rewards
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 SHORT, LONG = " yes", " no no no no"
-TASKS = ("colour_shape/0/twin", "odd_one_out/0/picture")
+TASKS = "colour_shape/0/twin odd_one_out/0/picture"
 REWARD = f"{__name__}:yes_is_right"
 
 
 def yes_is_right(problem, response: str) -> float:
     return float(response.strip() == "yes")
-
-
-def answer(prompt, text: str) -> Trajectory:
-    """A text as an answer to a prompt, with the end after it."""
-    ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
-    nan = [float("nan")] * len(ids)
-    done = Completion("x", 0, ids, nan, nan, [0] * len(ids), text, "stop", len(prompt.ids), 0)
-    return Trajectory(prompt, done)
 
 
 def toy_directory(folder: Path) -> Path:
@@ -47,7 +40,14 @@ def toy_directory(folder: Path) -> Path:
             problem = make_task(kind.name).sample(1000 + number)
             prompts.append(encode_prompt(problem, kind, TOKENIZER, net.config.vision))
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.0)
-    row, places = pack(net, [answer(prompt, text) for prompt in prompts for text in (SHORT, LONG)])
+    answers = []
+    for prompt in prompts:
+        for text in (SHORT, LONG):
+            ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
+            nan, versions = [float("nan")] * len(ids), [0] * len(ids)
+            done = Completion("x", 0, ids, nan, nan, versions, text, "stop", len(prompt.ids), 0)
+            answers.append(Trajectory(prompt, done))
+    row, places = pack(net, answers)
     net.train()
     for _ in range(30):
         loss = -trained_logprobs(net, row, places).mean()
@@ -58,19 +58,31 @@ def toy_directory(folder: Path) -> Path:
     return save_model(net.eval(), TOKENIZER, folder / "toy")
 
 
-def words(
-    way: str, folder: Path, out: Path, *more: str, problems: int = 16, tasks: Sequence[str] = TASKS
-) -> list[str]:
-    """The command line of a small run."""
-    sizes = f"--problems {problems} --samples 6 --max-new-tokens 7 --set reward.name={REWARD}"
-    given = [way, "--model", str(folder), "--out", str(out), "--tasks", *tasks, *sizes.split()]
-    return [*given, "--set", "train.threads=1", *more]
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return toy_directory(tmp_path_factory.mktemp("toy"))
 
 
-def call(*given: str) -> int:
-    """The verb in this process."""
+@pytest.fixture(scope="module")
+def here():
+    """Rewards of the tests are called in this process."""
+    made = rewards.make_reward
+    with pytest.MonkeyPatch.context() as patch:
+        inline = lambda *given: (made(*given)[0], "inline")
+        patch.setattr("earlyfusion.rl.rollouts.experience.make_reward", inline)
+        yield
+
+
+def call(way: str, folder: Path, out: Path, more: str = "", problems: int = 16) -> int:
+    """The verb in this process, on a small run."""
     AcceleratorState._reset_state(True)
-    return cli.main(["long2short", *given])
+    return cli.main(["long2short", *words(way, folder, out, more, problems)])
+
+
+def words(way: str, folder: Path, out: Path, more: str = "", problems: int = 16) -> list[str]:
+    given = f"{way} --model {folder} --out {out} --problems {problems} --samples 6 --max-new-tokens 7"
+    given += f" --tasks {TASKS} --set reward.name={REWARD} --set train.threads=1 {more}"
+    return given.split()
 
 
 def lines(path: Path) -> list[dict]:

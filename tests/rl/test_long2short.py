@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from engine_cases import SHAPE, TOKENIZER, model
 from fusion_cases import TEXTS
-from long2short_cases import call, lines, told, toy_directory, weights, words
+from long2short_cases import call, lines, told, weights
 from PIL import Image
 from rl_cases import model_directory, problem_of
 
@@ -20,30 +20,14 @@ from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.pipeline import sft
+from earlyfusion.pipeline import cli, sft
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import rewards
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.long2short import samples as long2short_samples
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 MEAN_ATOL = 1e-6
 """fp32 sums of two products of weights below 1."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def here():
-    """Rewards of the tests are called in this process."""
-    made = rewards.make_reward
-    with pytest.MonkeyPatch.context() as patch:
-        inline = lambda *given: (made(*given)[0], "inline")
-        patch.setattr("earlyfusion.rl.rollouts.experience.make_reward", inline)
-        yield
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_directory(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +37,17 @@ def untrained(tmp_path_factory):
     return model_directory(home, 0), model_directory(home, 1)
 
 
-# average
+def average(folders, out, more="") -> int:
+    return cli.main(["long2short", "average", *map(str, folders), "--out", str(out), *more.split()])
 
 
 @pytest.mark.parametrize(
-    "given, shares", [((), (0.5, 0.5)), (("1", "3"), (0.25, 0.75)), (("0", "2"), (0.0, 1.0))]
+    "given, shares", [("", (0.5, 0.5)), ("--weights 1 3", (0.25, 0.75)), ("--weights 0 2", (0.0, 1.0))]
 )
 def test_merged_directories_hold_the_weighted_mean_of_every_tensor(untrained, tmp_path, given, shares):
     out = tmp_path / "merged"
-    chosen = ("--weights", *given) if given else ()
-    assert call("average", *map(str, untrained), *chosen, "--out", str(out)) == 0
-    first, second, merged = weights(untrained[0]), weights(untrained[1]), weights(out)
+    assert average(untrained, out, given) == 0
+    first, second, merged = (weights(folder) for folder in (*untrained, out))
     assert merged.keys() == first.keys()
     for name, tensor in merged.items():
         assert tensor.dtype == first[name].dtype
@@ -78,31 +62,30 @@ def test_merged_directories_hold_the_weighted_mean_of_every_tensor(untrained, tm
 def test_the_first_models_chat_template_goes_along(untrained, tmp_path):
     speaks = save_model(load_model(untrained[0]), TOKENIZER, tmp_path / "speaks")
     (speaks / "chat_template.jinja").write_text("{{ messages }}")
-    for first, second, has in ((speaks, untrained[1], True), (untrained[1], speaks, False)):
-        out = tmp_path / first.name
-        assert call("average", str(first), str(second), "--out", f"{out}-merged") == 0
-        assert (out.with_name(f"{out.name}-merged") / "chat_template.jinja").exists() is has
+    for folders, has in (((speaks, untrained[1]), True), ((untrained[1], speaks), False)):
+        assert average(folders, tmp_path / str(has)) == 0
+        assert (tmp_path / str(has) / "chat_template.jinja").exists() is has
 
 
 def test_models_that_cannot_be_averaged_are_told_in_one_line(untrained, tmp_path, capsys):
-    a, b, out = str(untrained[0]), str(untrained[1]), tmp_path / "out"
+    (a, b), out = untrained, tmp_path / "out"
     other = train_bpe([text[::-1] for text in TEXTS], TOKENIZER.vocab_size)
     wide = save_model(model(0, **SHAPE, kv_lora_rank=20), TOKENIZER, tmp_path / "wide")
     strange = save_model(model(0), other, tmp_path / "words")
     cases = [
-        ((a,), "needs two or more"),
-        ((a, b, "--weights", "1"), "1 given for 2 models"),
-        ((a, b, "--weights", "2", "-1"), "at least 0"),
-        ((a, b, "--weights", "0", "0"), "not all 0"),
-        ((a, b, "--weights", "nan", "1"), "at least 0"),
-        ((a, a), "given twice"),
-        ((a, b, str(out)), "given twice"),
-        ((a, str(tmp_path / "nowhere")), "not a model directory"),
-        ((a, str(strange)), "another tokenizer"),
-        ((a, str(wide)), "not of the architecture.*kv_lora_rank: 16 -> 20"),
+        ((a,), "", "needs two or more"),
+        ((a, b), "--weights 1", "1 given for 2 models"),
+        ((a, b), "--weights 2 -1", "at least 0"),
+        ((a, b), "--weights 0 0", "not all 0"),
+        ((a, b), "--weights nan 1", "at least 0"),
+        ((a, a), "", "given twice"),
+        ((a, b, out), "", "given twice"),
+        ((a, tmp_path / "nowhere"), "", "not a model directory"),
+        ((a, strange), "", "another tokenizer"),
+        ((a, wide), "", "not of the architecture.*kv_lora_rank: 16 -> 20"),
     ]
-    for given, message in cases:
-        assert call("average", *given, "--out", str(out)) == 2
+    for folders, more, message in cases:
+        assert average(folders, out, more) == 2
         error = told(capsys)
         assert re.search(message, error), error
         assert not out.exists()
@@ -112,10 +95,10 @@ def test_models_that_cannot_be_averaged_are_told_in_one_line(untrained, tmp_path
 
 
 @pytest.fixture(scope="module")
-def documents(toy, tmp_path_factory):
+def documents(here, toy, tmp_path_factory):
     """A run of `shortest` on the toy."""
     out = tmp_path_factory.mktemp("shortest") / "out"
-    assert call(*words("shortest", toy, out)) == 0
+    assert call("shortest", toy, out) == 0
     return out
 
 
@@ -173,9 +156,10 @@ def test_sft_trains_on_what_was_written(documents, tmp_path):
     assert not (tmp_path / "sft" / "model" / "chat_template.jinja").exists()
 
 
-def test_sampling_that_was_stopped_goes_on_with_the_same_answers(toy, tmp_path, monkeypatch):
+def test_sampling_that_was_stopped_goes_on_with_the_same_answers(here, toy, tmp_path, monkeypatch):
     monkeypatch.setattr(long2short_samples, "PART", 5)
-    assert call(*words("shortest", toy, tmp_path / "whole", problems=12)) == 0
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert call("shortest", toy, whole, problems=12) == 0
     real, count = long2short_samples.Sampler._part, []
 
     def part(self, *given):
@@ -185,10 +169,8 @@ def test_sampling_that_was_stopped_goes_on_with_the_same_answers(toy, tmp_path, 
         return real(self, *given)
 
     monkeypatch.setattr(long2short_samples.Sampler, "_part", part)
-    assert call(*words("shortest", toy, tmp_path / "cut", problems=12)) == 75
-    file = tmp_path / "cut" / "samples.jsonl"
-    assert len(lines(file)) == 1 + 10 and not (tmp_path / "cut" / "train.jsonl").exists()
-    file.write_bytes(file.read_bytes()[:-30])  # a kill in the middle of a line
-    assert call(*words("shortest", toy, tmp_path / "cut", "--resume", problems=12)) == 0
+    assert call("shortest", toy, cut, problems=12) == 75
+    assert len(lines(cut / "samples.jsonl")) == 1 + 10 and not (cut / "train.jsonl").exists()
+    assert call("shortest", toy, cut, "--resume", problems=12) == 0
     for name in ("samples.jsonl", "train.jsonl"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()

@@ -13,13 +13,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER
-from long2short_cases import call, lines, told, toy_directory, weights, words
+from long2short_cases import REWARD, TASKS, call, lines, told, weights, words
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.state import token_rules
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import rewards
 from earlyfusion.rl.long2short.dpo import DpoOptions, DpoRun
 from earlyfusion.rl.long2short.preferences import PreferenceLearner, make_pairs
 from earlyfusion.rl.long2short.samples import SampleOptions, Sampler, recipe_of
@@ -28,30 +27,8 @@ from earlyfusion.rl.rollouts.packing import pack
 GRAD_RTOL = 2e-4
 """fp32 sums in another order, as in test_learn.py."""
 CLOCK = ("time", "tokens_per_s", "step_s", "memory_gib")
-DPO = tuple("--batch 8 --epochs 3 --set optim.lr=1e-3 --set eval.problems=0 --set track.log_every=1".split())
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return toy_directory(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """Rewards of the tests are called in this process."""
-    made = rewards.make_reward
-    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
-
-
-def run_of(toy, out, **more) -> DpoRun:
-    """A run that a test drives itself."""
-    AcceleratorState._reset_state(True)
-    given = words("dpo", toy, out)
-    at = given.index("--tasks")
-    fixed = {"samples": 6, "max_new_tokens": 7, "problems": 10}
-    changes = [given[i + 1] for i, word in enumerate(given) if word == "--set"]
-    options = {**fixed, "set_": changes + more.pop("set_", []), **more}
-    return DpoRun(DpoOptions(model=str(toy), out=str(out), tasks=given[at + 1 : at + 3], **options))
+pytestmark = pytest.mark.usefixtures("here")
+DPO = "--batch 8 --epochs 3 --set optim.lr=1e-3 --set eval.problems=0 --set track.log_every=1"
 
 
 def plain(net, silent, answered, pairs, batch, options, reference) -> float:
@@ -77,13 +54,16 @@ def plain(net, silent, answered, pairs, batch, options, reference) -> float:
 
 @pytest.mark.parametrize("seed, row_tokens", [(0, 60), (1, 60), (0, 4096)])
 def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, row_tokens):
-    more = {"beta": 0.7, "nll": 0.2, "seed": seed}
-    run = run_of(toy, tmp_path / "out", set_=[f"train.row_tokens={row_tokens}"], **more)
+    AcceleratorState._reset_state(True)
+    fixed = {"samples": 6, "max_new_tokens": 7, "problems": 10, "beta": 0.7, "nll": 0.2, "seed": seed}
+    changes = [f"train.row_tokens={row_tokens}", f"reward.name={REWARD}", "train.threads=1"]
+    where = {"model": str(toy), "out": str(tmp_path / "out"), "tasks": TASKS.split()}
+    run = DpoRun(DpoOptions(**where, **fixed, set_=changes))
     try:
         answered = run.sampler.gather()
         pairs = make_pairs(answered)
         learner = PreferenceLearner(run.learner, answered, pairs, run.options.beta, run.options.nll)
-        learner.set_reference(run.model)
+        learner.set_reference()
         batch = list(range(0, len(pairs), 2))[:9]
         with torch.no_grad():  # away from the start, where all margins are 0
             for parameter in run.model.parameters():
@@ -109,8 +89,8 @@ def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, r
 @pytest.mark.parametrize("seed", [0, 1])
 def test_dpo_prefers_the_short_right_answers_and_shortens_held_out_ones(toy, tmp_path, seed, capsys):
     out = tmp_path / "run"
-    more = (*"--set eval.problems=8 --set eval.samples=6 --seed".split(), str(seed))
-    assert call(*words("dpo", toy, out, *DPO, *more)) == 0
+    more = f"{DPO} --set eval.problems=8 --set eval.samples=6 --seed {seed}"
+    assert call("dpo", toy, out, more) == 0
     assert "held-out problems" in capsys.readouterr().out
     records = read_metrics(out / "metrics.jsonl", "train")
     assert records[0]["loss"] == pytest.approx(np.log(2), abs=1e-3) and abs(records[0]["margin"]) < 1e-3
@@ -141,13 +121,13 @@ def assert_same(left: Path, right: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["muonclip", "adamw"])
 def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(toy, tmp_path, optimizer):
-    given = (*DPO, "--set", f"optim.name={optimizer}")
-    assert call(*words("dpo", toy, tmp_path / "whole", *given, problems=7)) == 0
-    assert call(*words("dpo", toy, tmp_path / "cut", *given, "--set", "run.steps=2", problems=7)) == 0
-    assert len(numbers(tmp_path / "cut")) == 2
-    assert call(*words("dpo", toy, tmp_path / "cut", *given, "--resume", problems=7)) == 0
-    assert len(numbers(tmp_path / "whole")) > 4
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    given, whole, cut = f"{DPO} --set optim.name={optimizer}", tmp_path / "whole", tmp_path / "cut"
+    assert call("dpo", toy, whole, given, 7) == 0
+    assert call("dpo", toy, cut, f"{given} --set run.steps=2", 7) == 0
+    assert len(numbers(cut)) == 2
+    assert call("dpo", toy, cut, f"{given} --resume", 7) == 0
+    assert len(numbers(whole)) > 4
+    assert_same(whole, cut)
 
 
 def test_signals_save_and_a_kill_loses_only_what_came_after(toy, tmp_path, monkeypatch):
@@ -166,69 +146,69 @@ def test_signals_save_and_a_kill_loses_only_what_came_after(toy, tmp_path, monke
 
         return wrapped
 
-    out, given = tmp_path / "run", (*DPO, "--set", "checkpoint.every=2")
+    out, given = tmp_path / "run", f"{DPO} --set checkpoint.every=2"
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "_part", counted(Sampler._part, parts, 1))
         patch.setattr(DpoRun, "update", counted(DpoRun.update, updates, 3))
-        assert call(*words("dpo", toy, out, *given, problems=7)) == 75
+        assert call("dpo", toy, out, given, 7) == 75
         assert len(lines(out / "samples.jsonl")) == 1 + 3 and not updates
-        assert call(*words("dpo", toy, out, *given, "--resume", problems=7)) == 75
+        assert call("dpo", toy, out, f"{given} --resume", 7) == 75
         with pytest.raises(InterruptedError):
-            call(*words("dpo", toy, out, *given, "--resume", problems=7))
-    assert call(*words("dpo", toy, out, *given, "--resume", problems=7)) == 0
-    assert call(*words("dpo", toy, tmp_path / "whole", *given, problems=7)) == 0
+            call("dpo", toy, out, f"{given} --resume", 7)
+    assert call("dpo", toy, out, f"{given} --resume", 7) == 0
+    assert call("dpo", toy, tmp_path / "whole", given, 7) == 0
     assert_same(tmp_path / "whole", out)
 
 
 def test_a_resume_with_other_settings_or_other_samples_is_refused(toy, tmp_path, capsys):
     out = tmp_path / "run"
-    assert call(*words("dpo", toy, out, *DPO, "--set", "run.steps=1")) == 0
+    assert call("dpo", toy, out, f"{DPO} --set run.steps=1") == 0
     file = out / "samples.jsonl"
     kept = file.read_text()
-    capsys.readouterr()
     for given, content, message in (
-        ((), kept, "already holds a run"),
-        (("--resume", "--beta", "0.3"), kept, "recipe changed.*beta: 0.1 -> 0.3"),
-        (("--resume", "--seed", "4"), kept, "recipe changed.*seed"),
-        (("--resume",), kept.replace('"score": 1.0', '"score": 0.0', 6), "no longer gives the pairs"),
-        (("--resume",), "{}\n" + kept, "not a file of samples"),
-        (("--resume",), kept.replace('"problems": 16', '"problems": 17', 1), "problems differ"),
+        ("", kept, "already holds a run"),
+        ("--resume --beta 0.3", kept, "recipe changed.*beta: 0.1 -> 0.3"),
+        ("--resume --seed 4", kept, "recipe changed.*seed"),
+        ("--resume", kept.replace('"score": 1.0', '"score": 0.0', 6), "no longer gives the pairs"),
+        ("--resume", "{}\n" + kept, "sampled with other settings"),
+        ("--resume", kept.replace('"problems": 16', '"problems": 17', 1), "problems differ"),
     ):
         file.write_text(content)
-        assert call(*words("dpo", toy, out, *DPO, *given)) == 2
+        capsys.readouterr()
+        assert call("dpo", toy, out, f"{DPO} {given}") == 2
         assert re.search(message, capsys.readouterr().err.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (("--samples", "1"), "equal to 2"),
-        (("--temperature", "0"), "greater than 0"),
-        (("--set", "optim.lr"), "section.key=VALUE"),
-        (("--set", "optim.rate=1"), "unknown key 'rate'"),
-        (("--set", "reward.name=tusk"), "did you mean"),
-        (("--tasks", "countin"), "did you mean 'counting'"),
-        (("--tasks", "counting", "counting"), "two entries are the same"),
-        (("--model", "nowhere/at/all"), "nowhere"),
-        (("--resume",), "nothing to resume"),
-        (("--frobnicate",), "no option --frobnicate"),
-        (("--recipe", "vision-rl"), "one of them"),
-        (("--beta", "0"), "--beta 0.0: "),
-        (("--set", "optim.lr=-1"), "optim.lr"),
-    ],
-)
-def test_bad_input_is_told_in_one_line(toy, tmp_path, capsys, given, message):
-    assert call(*words("dpo", toy, tmp_path / "out", *given)) == 2
-    assert message in told(capsys)
+BAD = {
+    "--samples 1": "equal to 2",
+    "--temperature 0": "greater than 0",
+    "--set optim.lr": "section.key=VALUE",
+    "--set optim.rate=1": "unknown key 'rate'",
+    "--set reward.name=tusk": "did you mean",
+    "--tasks countin": "did you mean 'counting'",
+    "--tasks counting counting": "two entries are the same",
+    "--model nowhere/at/all": "nowhere",
+    "--resume": "nothing to resume",
+    "--frobnicate": "no option --frobnicate",
+    "--recipe vision-rl": "one of them",
+    "--beta 0": "--beta 0.0: ",
+    "--set optim.lr=-1": "optim.lr",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_bad_input_is_told_in_one_line(toy, tmp_path, capsys, given):
+    assert call("dpo", toy, tmp_path / "out", given) == 2
+    assert BAD[given] in told(capsys)
     assert not (tmp_path / "out").exists()
 
 
 def test_answers_that_are_never_right_teach_nothing(toy, tmp_path, capsys):
     """The task's own reward: the toy says yes and no to questions of colour."""
-    given, small = ("--set", "reward.name=task"), {"problems": 4, "tasks": ["colour_shape/0/twin"]}
-    assert call(*words("shortest", toy, tmp_path / "a", *given, **small)) == 2
+    given = "--set reward.name=task --set eval.problems=0"
+    assert call("shortest", toy, tmp_path / "a", given, 4) == 2
     assert "none of 4 problems got a right answer" in capsys.readouterr().err
-    assert call(*words("dpo", toy, tmp_path / "b", *given, "--set", "eval.problems=0", **small)) == 2
+    assert call("dpo", toy, tmp_path / "b", given, 4) == 2
     assert "no pairs: 0 of 4" in capsys.readouterr().err
 
 
@@ -254,8 +234,8 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{home.parent / 'model'}"}
     for world in (1, 2):
         launch = f"-m torch.distributed.run --nproc-per-node {world} --master-port {29681 + world}"
-        more = (*DPO, *"--set run.steps=3 --set optim.name=adamw".split())
-        run = ("-m", "earlyfusion.rl.long2short.cmd", *words("dpo", toy, tmp_path / str(world), *more))
+        given = words("dpo", toy, tmp_path / str(world), f"{DPO} --set run.steps=3 --set optim.name=adamw")
+        run = ("-m", "earlyfusion.rl.long2short.cmd", *given)
         done = subprocess.run(
             [sys.executable, *launch.split(), *run], env=env, capture_output=True, text=True
         )

@@ -128,7 +128,7 @@ def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
     said = Answer([1], problem.target), Answer([1, 2], "no idea")
     asked = SimpleNamespace(problem=problem, entry=SimpleNamespace(label="arithmetic"))
     with Rewards(lambda p, text: 0.0 if text == p.target else -1.0, span=Range(-1, 0)) as rewards:
-        held = judged([asked] * 2, [[one] for one in said], "greedy", rewards)
+        held = [judged(asked, [one], "greedy", rewards) for one in said]
     assert [one["accuracy"] for one in held] == [1.0, 0.0]
 
 
