@@ -212,7 +212,7 @@ class DpoRun:
         config, runtime = self.config, self.runtime
         # run.steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
         total = min(len(steps), config.run.steps or len(steps))
-        about = {"trackers": config.track.trackers, "name": config.run.name}
+        about: dict[str, Any] = {"trackers": config.track.trackers, "name": config.run.name}
         tracker = Tracker(self.out, runtime, total_steps=total, start_step=self.step, **about)
         self.model.train()
         stopped = False

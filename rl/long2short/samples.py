@@ -153,8 +153,9 @@ class Answered:
         answer, prompt = self.answers[index], self.prompt.encoded
         unknown, versions = [float("nan")] * answer.tokens, [0] * answer.tokens
         # The prompt was read once for all answers, so nothing of it counts as cached.
-        about = (answer.ids, unknown, unknown, versions, answer.text, "stop", len(prompt.ids), 0)
-        return Trajectory(prompt, Completion("", index, *about))
+        read = len(prompt.ids)
+        done = Completion("", index, answer.ids, unknown, unknown, versions, answer.text, "stop", read, 0)
+        return Trajectory(prompt, done)
 
     def shortest(self) -> int | None:
         """Number of the shortest right answer (the first of equals); None where none is right."""
