@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shutil
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,10 +28,18 @@ from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats.build import BUILDERS
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.prepare.inputs import Input, open_input
-from earlyfusion.data.prepare.rows import InputOptions
-from earlyfusion.data.prepare.work import Job, Outcome, Worker, open_tokenizer, start_worker, work
-from earlyfusion.data.prepare.write import SKIPPED, ShardSet, fault_of
+from earlyfusion.data.prepare.read import InputOptions, open_input
+from earlyfusion.data.prepare.write import (
+    SKIPPED,
+    Job,
+    Outcome,
+    ShardSet,
+    Worker,
+    fault_of,
+    open_tokenizer,
+    start_worker,
+    work,
+)
 from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
 from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import did_you_mean, one_line
@@ -42,7 +49,7 @@ from earlyfusion.vision.config import PRESETS
 CHUNK = 32
 """Items of one task of a worker."""
 STATE = ".prepare.json"
-_LAYOUT = 3
+_LAYOUT = 4
 """Part of what finished shards are recognised by: raise it when they would be written otherwise."""
 FORMATS = ("auto", *BUILDERS)
 
@@ -144,13 +151,17 @@ def prepare(
     # What is read, and what the result depends on: the number of workers is no part of it.
     fields = InputOptions(image_field, text_field, split, question_field, answer_field)
     job = Job(source, fields, format, tokenizer, vision, max_pixels)
-    opened = _opened(job)
+    try:
+        opened = open_input(source, fields)
+    except DataError:
+        raise
+    except Exception as error:  # files of others: whatever nobody thought of is one line, too
+        raise DataError(f"{source}: cannot be opened ({type(error).__name__}: {one_line(error)})") from error
     words = open_tokenizer(tokenizer).hash
     how = (fields, format, dedup, vision, max_pixels, words, shard_mb, shard_samples)
     identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
-    about = {"tokenizer": words, "source": Path(source).name, "format": opened.form, "vision": vision}
-    if format != "auto":
-        about["format"] = format
+    form = opened.form if format == "auto" else format
+    about = {"tokenizer": words, "source": Path(source).name, "format": form, "vision": vision}
 
     # From here on nobody else writes in the folder.
     with _owned(out, identity, overwrite):
@@ -163,23 +174,11 @@ def prepare(
                 _fill(shards, job, len(opened), workers, console)
                 manifest = shards.finish(len(opened), about)
             except OSError as error:
-                shards.abandon()
                 raise DataError(
                     f"{out}: cannot be written ({error.strerror or error}); free disk space and run the"
                     " same command again, finished shards are kept"
                 ) from None
     _report(out, manifest, console)
-
-
-def _opened(job: Job) -> Input:
-    try:
-        return open_input(job.source, job.input)
-    except DataError:
-        raise
-    except Exception as error:  # files of others: whatever nobody thought of is one line, too
-        raise DataError(
-            f"{job.source}: cannot be opened ({type(error).__name__}: {one_line(error)})"
-        ) from error
 
 
 @contextmanager
@@ -197,19 +196,18 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
 
         # Files of the user are never deleted; those of another preparation when --overwrite says so.
         state = out / STATE
-        known = state.read_text("utf-8", "replace") if state.is_file() else None
-        own = (".lock", STATE)
-        others = [path for path in out.iterdir() if not path.name.startswith((*own, f".{STATE}."))]
-        if others and known is None:
+        known = state.read_text("utf-8", "replace") if state.is_file() else ""
+        others = [path for path in out.iterdir() if not path.name.startswith((".lock", STATE, f".{STATE}."))]
+        if others and not known:
             raise DataError(f"{out} holds files of its own; take an empty folder")
-        if others and known is not None and identity not in known:
+        if others and identity not in known:
             if not overwrite:
                 raise DataError(
                     f"{out} holds shards of another source or other options; take another folder or"
                     " --overwrite"
                 )
             for path in others:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.unlink()
         # Written before the first shard: what stands there is then known to be ours.
         write_json(state, {"identity": identity})
         yield
@@ -248,7 +246,7 @@ def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcom
 
     # A fork would copy the locks of torch's threads; spawn would import torch once a worker.
     context = get_context("forkserver")
-    context.set_forkserver_preload(["earlyfusion.data.prepare.work"])
+    context.set_forkserver_preload(["earlyfusion.data.prepare.write"])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(job,))
     waiting: deque[tuple[range, Future[list[Outcome]]]] = deque()
     try:

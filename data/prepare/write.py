@@ -1,23 +1,38 @@
-"""Shards from outcomes in order: size limits, duplicates, index, and going on where a killed run stopped.
+"""From items to shards: what a worker does with each, and one writer that puts them together in order.
 
-shard-000000.tar  shard-000000.index.jsonl     finished when both are there (each written whole, then renamed)
-.shard-000000.skipped.jsonl                    items left out on the way to the next shard
-index.json  skipped.jsonl                      written last
+A worker reads an item, checks it as training will, and counts its tokens and patches. The writer cuts shards,
+leaves out duplicates, and goes on where a killed run stopped:
+
+    shard-000000.tar  shard-000000.index.jsonl     finished when both are there (each written whole)
+    .shard-000000.skipped.jsonl                    items left out on the way to the next shard
+    index.json  skipped.jsonl                      written last
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import io
 import json
+import multiprocessing
 import os
+import re
+import tarfile
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import BadSample, DataError, told
-from earlyfusion.data.prepare.work import Outcome
+import torch
+
+from earlyfusion.data.decode_config import DecodeConfig
+from earlyfusion.data.errors import BadSample, DataError, one_sample, told
+from earlyfusion.data.formats.build import build, describe
+from earlyfusion.data.formats.group import CODE, MEDIA, TEXTS, Group, ending
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.prepare.read import InputOptions, open_input
+from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.fetch import MANIFEST, TABLES
 from earlyfusion.data.shards.read import (
     INDEX_SUFFIX,
@@ -28,10 +43,165 @@ from earlyfusion.data.shards.read import (
     scan_tar,
     write_index,
 )
-from earlyfusion.kernels.files import write_atomic, write_json
+from earlyfusion.data.sources.shards import ShardsOptions
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.kernels.files import replacing, write_atomic, write_json
+from earlyfusion.vision.config import VisionConfig
 
-_SUMS = ("tokens", "patches", "media", "content_bytes")
+SUMS = ("tokens", "patches", "media", "content_bytes")
 SKIPPED = "skipped.jsonl"
+QUESTIONS = ("question", "prompt", "instruction", "query", "answer", "response")
+"""Fields that ask or answer; a caption or text beside them is taken without them."""
+
+
+# ---- one item
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a worker needs; small and picklable."""
+
+    source: str
+    input: InputOptions
+    format: str = "auto"
+    tokenizer: str | None = None
+    vision: str = "moonvit_v2"
+    max_pixels: int = DecodeConfig().max_pixels
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One item: its members, or the reason why it is left out."""
+
+    number: int
+    origin: str
+    members: dict[str, bytes] = field(default_factory=dict)
+    digest: str = ""
+    format: str = ""
+    tokens: int = 0
+    patches: int = 0
+    media: int = 0
+    reason: str = ""
+    message: str = ""
+    note: str = ""
+    """what a reader should know of an item that is taken: the form chosen where there are two, fields nobody
+    reads"""
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of all members."""
+        return sum(map(len, self.members.values()))
+
+
+def key_of(number: int, origin: str) -> str:
+    """Key of an item: its number, so that keys are unique and in order, and a readable rest of its name."""
+    # A dot in a key would be taken for the start of the extension.
+    stem = re.sub(r"\.[A-Za-z0-9]{1,5}(?=$|:)", "", origin.rpartition("/")[2])
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_")[:48]
+    return f"{number:09d}_{name}".rstrip("_")
+
+
+def open_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer in `path`; without one, the embedded one of 4,096 entries."""
+    return Tokenizer.load(path) if path else embedded_tokenizer(4096)
+
+
+def note_of(group: Group, form: str, entry: dict[str, Any]) -> str:
+    """What of an item is not taken although it looks as if it were meant to be; "" where nothing is."""
+    # Two readings of one item: the reader should know which was taken.
+    source = group.first(CODE)
+    if source is not None and form == "caption":
+        return (
+            f"a picture with a caption and .{ending(source)}: the caption is taken (--format code takes the"
+            " source)"
+        )
+    if source is not None and form == "text" and group.first(TEXTS):
+        return (
+            f"a text with .{ending(source)} and no picture: the text alone is taken (draw the source as a"
+            " .png beside it)"
+        )
+    unread = [name for name in QUESTIONS if name in entry]
+    if unread and form in ("caption", "text", "video"):
+        return f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
+    return ""
+
+
+class Worker:
+    """Reads ranges of items. The same job gives the same outcomes in every process."""
+
+    def __init__(self, job: Job) -> None:
+        self.input = open_input(job.source, job.input)
+        # A folder that was prepared before keeps the format it was given.
+        form = self.input.form
+        if job.format != "auto":
+            form = job.format
+        self.options = ShardsOptions.model_validate({"format": form})
+        self.tokenizer = open_tokenizer(job.tokenizer)
+        self.vision = VisionConfig.preset(job.vision)
+        self.decode = DecodeConfig(max_pixels=job.max_pixels)
+
+    def outcome(self, number: int) -> Outcome:
+        """Item `number`, read, decoded and encoded as training will."""
+        origin = self.input.origin(number)
+        # The same check as in training, so that what is stored can be trained on.
+        try:
+            with one_sample(origin):
+                members = self.input.members(number)
+                # As a sample of a shard, which it is about to become.
+                sizes = {name: len(data) for name, data in members.items()}
+                group = Group(key_of(number, origin), origin, sizes, members.__getitem__)
+                form, entry = describe(group, self.options)
+                sample = Sample(build(group, self.options), "item", origin)
+                document = encode(sample, self.tokenizer, self.vision, decode=self.decode)
+        except BadSample as error:
+            return Outcome(number, origin, reason=error.reason, message=str(error))
+
+        # Over extensions and bytes, whatever the members are called.
+        digest = hashlib.sha256()
+        for name, data in sorted(members.items()):
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
+        return Outcome(
+            number,
+            origin,
+            members,
+            digest=digest.hexdigest()[:32],
+            format=form,
+            tokens=len(document),
+            patches=document.num_patches,
+            media=len(group.all(MEDIA)),
+            note=note_of(group, form, entry),
+        )
+
+
+_WORKER: Worker | None = None
+
+
+def start_worker(job: Job) -> None:
+    """Initialiser of a worker process."""
+    global _WORKER
+    # One process a core: more threads would only wait for each other.
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _WORKER = Worker(job)
+
+
+def _end_with_parent() -> None:
+    """A pool does not notice that its owner was killed: without this its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def work(numbers: range) -> list[Outcome]:
+    """Task of a worker process."""
+    assert _WORKER is not None
+    return [_WORKER.outcome(number) for number in numbers]
+
+
+# ---- shards
 
 
 def sha256_of(path: Path) -> str:
@@ -46,39 +216,26 @@ def scan_file(path: Path) -> TarScan:
     return scan_tar(file, file.size)
 
 
-def _nothing() -> dict[str, Any]:
-    """Facts about no sample: sums, and tables that count by name."""
-    return {**dict.fromkeys(_SUMS, 0), **{name: {} for name in TABLES}}
-
-
-def _join(total: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Enter facts, of one item or of a whole shard."""
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            value = Counter(total[name]) + Counter(value)
-            total[name] = dict(value)
-        else:
-            total[name] += value
-
-
 class ShardSet:
     """Writes the shards of one folder.
 
     Args:
-        out: the folder, made if need be.
-        max_bytes, max_samples: limits of one shard; a single sample over `max_bytes` has a shard of its own.
+        out: the folder.
+        max_bytes, max_samples: limits of one shard, which is held in memory until it is full; a single sample
+            over `max_bytes` has a shard of its own.
         dedup: leave out samples whose content was there before.
     """
 
     def __init__(self, out: Path, max_bytes: int, max_samples: int, dedup: bool) -> None:
         self.out, self.max_bytes, self.max_samples, self.dedup = out, max_bytes, max_samples, dedup
-        # What the finished shards hold, then what is added to them.
-        self.total = _nothing()
+        # Of every finished shard what index.json will say.
         self.entries: list[dict[str, Any]] = []
         self.seen: set[str] = set()
         self.next_item, self.finished = 0, False
+        self._stored: list[Outcome] = []
+        self._left_out: list[Outcome] = []
+        self._blocks = 0
         self._recover()
-        self._begin()
 
     def _path(self, number: int, end: str) -> Path:
         return self.out / f"shard-{number:06d}{end}"
@@ -109,16 +266,8 @@ class ShardSet:
                 path.unlink()
 
     def _enter(self, header: dict[str, Any]) -> None:
-        facts = {name: header[name] for name in (*_SUMS, *TABLES)}
-        _join(self.total, facts)
-        place = {"name": header["shard"], "samples": header["samples"], "bytes": header["bytes"]}
-        self.entries.append({**place, "sha256": header["sha256"], **facts})
-
-    def _begin(self) -> None:
-        self._facts, self._digests, self._used = _nothing(), dict[str, str](), 0
-        self._skips: list[str] = []
-        self._file: Any = None
-        self._tar: Any = None
+        entry = {name: header[name] for name in ("samples", "bytes", "sha256", *SUMS, *TABLES)}
+        self.entries.append({"name": header["shard"], **entry})
 
     def add(self, outcome: Outcome) -> bool:
         """Enter the next item; returns whether it was stored."""
@@ -126,100 +275,80 @@ class ShardSet:
         if self.dedup and not outcome.reason and outcome.digest in self.seen:
             outcome.reason, outcome.message = "duplicate", "the same content as an item before"
         if outcome.reason:
-            _join(self._facts, {"skipped": {outcome.reason: 1}})
-            entry = {"item": outcome.number, "from": outcome.origin}
-            entry |= {"reason": outcome.reason, "message": outcome.message}
-            self._skips.append(json.dumps(entry) + "\n")
+            self._left_out.append(outcome)
             return False
 
         # Headers and data in blocks of 512 bytes: would this sample be one too many?
         blocks = sum(1 - (-len(data) // 512) for data in outcome.members.values())
-        full = len(self._digests) >= self.max_samples or self._used + 512 * blocks > self.max_bytes
-        if self._digests and full:
-            self.next_item = outcome.number
-            self._close(last=False)
-        if self._tar is None:
-            # Times, owners and groups are fixed: the same items give the same bytes.
-            from webdataset import TarWriter  # slow to import
-
-            self._file = self._path(len(self.entries), ".tar.tmp").open("wb")
-            self._tar = TarWriter(self._file, encoder=False, mtime=0, user="", group="")
-        self._tar.write({"__key__": outcome.key, **outcome.members})
+        full = len(self._stored) >= self.max_samples or 512 * (self._blocks + blocks) > self.max_bytes
+        if self._stored and full:
+            self._close(outcome.number)
         self.seen.add(outcome.digest)
-        self._digests[outcome.key] = outcome.digest
-        self._used += 512 * blocks
-        counts = {"tokens": outcome.tokens, "patches": outcome.patches, "media": outcome.media}
-        _join(self._facts, {**counts, "content_bytes": outcome.size, "formats": {outcome.format: 1}})
+        self._stored.append(outcome)
+        self._blocks += blocks
         return True
 
-    def _close(self, *, last: bool) -> None:
-        """Finish the shard: its bytes on the disk first, what was left out, then its name, then its index."""
-        if self._file is None:
-            return
-        number = len(self.entries)
-        temporary, tar = self._path(number, ".tar.tmp"), self._path(number, ".tar")
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def _skips(self) -> str:
+        lines = []
+        for left in self._left_out:
+            entry = {"item": left.number, "from": left.origin, "reason": left.reason, "message": left.message}
+            lines.append(json.dumps(entry) + "\n")
+        return "".join(lines)
 
-        facts = {"sha256": sha256_of(temporary), "stop": self.next_item, "last": last}
-        facts |= self._facts
-        scan, size = scan_file(temporary), temporary.stat().st_size
-        write_atomic(self._skips_path(number), "".join(self._skips))
-        os.replace(temporary, tar)
-        index = self._path(number, INDEX_SUFFIX)
-        write_index(index, index_lines(scan, tar.name, size, digests=self._digests, **facts))
+    def _close(self, stop: int, *, last: bool = False) -> None:
+        """Finish the shard, which ends before item `stop`: what was left out first, then its bytes, then its
+        index."""
+        number, digests = len(self.entries), {}
+        tar, index = self._path(number, ".tar"), self._path(number, INDEX_SUFFIX)
+        with replacing(tar) as temporary:
+            # Times and owners are those of nobody: the same items give the same bytes.
+            with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
+                for item in self._stored:
+                    key = key_of(item.number, item.origin)
+                    digests[key] = item.digest
+                    for name, data in sorted(item.members.items()):
+                        info = tarfile.TarInfo(f"{key}.{name}")
+                        info.size, info.mode = len(data), 0o444
+                        archive.addfile(info, io.BytesIO(data))
+
+            facts = {"sha256": sha256_of(temporary), "stop": stop, "last": last}
+            facts |= {name: sum(getattr(item, name) for item in self._stored) for name in SUMS}
+            facts["formats"] = Counter(item.format for item in self._stored)
+            facts["skipped"] = Counter(item.reason for item in self._left_out)
+            scan, size = scan_file(temporary), temporary.stat().st_size
+            write_atomic(self._skips_path(number), self._skips())
+        write_index(index, index_lines(scan, tar.name, size, digests=digests, **facts))
         self._enter(ShardIndex(index).header)
-        self._begin()
-
-    def abandon(self) -> None:
-        """Leave no half shard behind, when the disk takes no more; what is finished stays."""
-        # The writer has no way to be left without a last write.
-        stream = getattr(getattr(self._tar, "tarstream", None), "fileobj", None)
-        if stream is not None:
-            stream.closed = True  # or it writes its last blocks when it is collected
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-        for path in (*self.out.glob(".*.tmp"), self._path(len(self.entries), ".tar.tmp")):
-            path.unlink(missing_ok=True)
+        self.next_item, self._stored, self._left_out, self._blocks = stop, [], [], 0
 
     def finish(self, items: int, about: dict[str, Any]) -> dict[str, Any]:
         """Close the last shard, write skipped.jsonl and index.json; returns what index.json holds.
 
         Raises DataError when no item could be used; skipped.jsonl is there all the same.
         """
-        self.next_item = items
-        left_out, reasons = "".join(self._skips), Counter(self._facts["skipped"])
-        self._close(last=True)
+        if self._stored:
+            self._close(items, last=True)
         numbers = range(len(self.entries))
         try:
-            left_out = "".join(self._skips_path(n).read_text("ascii") for n in numbers) or left_out
+            skips = "".join(self._skips_path(n).read_text("ascii") for n in numbers) + self._skips()
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
             ) from None
-        write_atomic(self.out / SKIPPED, left_out)
+        write_atomic(self.out / SKIPPED, skips)
         # Every item was left out: the first says why, as a rule for all of them.
         if not self.entries:
-            first = {"from": "nothing", "message": "no item"}
-            if left_out:
-                first = json.loads(left_out.splitlines()[0])
+            reasons = told(Counter(item.reason for item in self._left_out))
+            first = [f"; the first, {item.origin}: {item.message}" for item in self._left_out[:1]]
             raise DataError(
-                f"none of {items} items can be used ({told(reasons)}); see {self.out / SKIPPED}; the first, "
-                f"{first['from']}: {first['message']}"
+                f"none of {items} items can be used ({reasons}); see {self.out / SKIPPED}{''.join(first)}"
             )
 
-        manifest = {
-            "earlyfusion_shards": 1,
-            "items": items,
-            "samples": sum(entry["samples"] for entry in self.entries),
-            "bytes": sum(entry["bytes"] for entry in self.entries),
-            **about,
-            **self.total,
-            "shards": self.entries,
-        }
+        manifest: dict[str, Any] = {"earlyfusion_shards": 1, "items": items, **about, "shards": self.entries}
+        for name in ("samples", "bytes", *SUMS):
+            manifest[name] = sum(entry[name] for entry in self.entries)
+        for name in TABLES:
+            manifest[name] = sum((Counter(entry[name]) for entry in self.entries), Counter())
         # Last of all: a folder with it is whole.
         write_json(self.out / MANIFEST, manifest, sort_keys=True, ensure_ascii=True)
         for number in numbers:
@@ -241,6 +370,6 @@ def fault_of(path: Path, entry: dict[str, Any]) -> str:
         # The index leads to the bytes, so a good shard with a wrong one is damaged all the same.
         rows = ShardIndex(path.with_suffix(INDEX_SUFFIX))
         same = dict(rows.sample(i) for i in range(len(rows))) == scan_file(path).samples
-    except (OSError, BadSample, DataError) as error:
+    except (OSError, DataError) as error:
         return f"index: {error}"
     return "" if same else "the index is of another shard"

@@ -25,7 +25,7 @@ from typing import Any
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.prepare.rows import InputOptions
+from earlyfusion.data.prepare.read import InputOptions
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, spread, summarize

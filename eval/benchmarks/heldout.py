@@ -22,9 +22,8 @@ from earlyfusion.data.formats.build import BUILDERS, build
 from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import Permutation, digest64
-from earlyfusion.data.prepare.inputs import open_input
-from earlyfusion.data.prepare.rows import InputOptions
-from earlyfusion.data.prepare.work import key_of
+from earlyfusion.data.prepare.read import InputOptions, open_input
+from earlyfusion.data.prepare.write import key_of
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Options, SourceConfig, build_source, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions

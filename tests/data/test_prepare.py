@@ -17,9 +17,8 @@ import pytest
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.inputs import load_below
-from earlyfusion.data.prepare.rows import InputOptions, row_members
-from earlyfusion.data.prepare.work import Worker
+from earlyfusion.data.prepare.read import InputOptions, load_below, row_members
+from earlyfusion.data.prepare.write import Worker
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
@@ -270,7 +269,7 @@ def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypa
     script = tmp_path / "die.py"
     script.write_text(
         "import os, sys\n"
-        "from earlyfusion.data.prepare import work\n"
+        "from earlyfusion.data.prepare import write as work\n"
         "real = work.Worker.outcome\n"
         "work.Worker.outcome = lambda self, number: os._exit(9) if number == 40 else real(self, number)\n"
         "from earlyfusion.pipeline.cli import main\n"

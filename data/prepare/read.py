@@ -1,0 +1,491 @@
+"""What `earlyfusion prepare` reads: numbered items, each the members of one sample; the layouts stand in its
+help (data/prepare/cmd.py).
+
+An item is the files of one name in a folder, a sample of a shard, or a row: of a file that holds one sample
+in each, taken apart into the members of one sample.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import mmap
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.formats.build import chosen_format
+from earlyfusion.data.formats.group import CODE, MEDIA, TEXTS, ending, most_bytes
+from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.sample import TEXT_BYTES, file_below, json_object, within
+from earlyfusion.data.shards.fetch import TAR_ENDS, as_local
+from earlyfusion.data.shards.read import Shards, split_name
+from earlyfusion.data.shards.split import Numbered
+from earlyfusion.data.sources.text_files import LINES, TextTable, find_files, text_cache
+from earlyfusion.kernels.errors import one_line
+
+MOST_BYTES = 1 << 29
+"""Largest .csv or .tsv, which is held in memory. Of an array only the places of its objects are."""
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
+"""A JSON string as a whole, or a bracket: enough to know where the objects of an array begin and end."""
+_KNOWN = {*MEDIA, *CODE, *TEXTS, "json", "py"}
+_MEDIA_FIELDS = (
+    "image images img picture photo screenshot file_name file path filename image_path image_name"
+    " video videos video_path clip"
+).split()
+"""Fields whose strings are taken as paths of media when they end like one."""
+_TEXT_FIELDS = ("caption", "text")
+_HEADS = {
+    "jpg": rb"\xff\xd8\xff",
+    "png": rb"\x89PNG\r\n",
+    "gif": rb"GIF8",
+    "bmp": rb"BM",
+    "webp": rb"RIFF....WEBP",
+    "avi": rb"RIFF....AVI ",
+    "mp4": rb"....ftyp",
+    "tif": rb"II\*\0|MM\0\*",
+    "webm": rb"\x1aE\xdf\xa3",
+}
+"""Extension of media -> what its first bytes look like."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How rows are read; part of what a finished shard is recognised by."""
+
+    image_field: str | None = None
+    """One more field whose strings are paths of media."""
+    text_field: str | None = None
+    """The field that is stored as "text"; so of question and answer."""
+    split: str | None = None
+    question_field: str | None = None
+    answer_field: str | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """Numbered items; the same in every process."""
+
+    count: int
+    origin: Callable[[int], str]
+    """Where an item comes from: file, or file:row with rows counted from 1."""
+    members: Callable[[int], dict[str, bytes]]
+    """Extension -> bytes of an item; raises BadSample."""
+    identity: Sequence[object]
+    """What changes when the items do."""
+    form: str = "auto"
+    """The format that a preparation before this one was told to take."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change when the items do."""
+        return f"{digest64(self.count, *self.identity):016x}"
+
+
+# ---- files of rows
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """The rows of one file by number; what is wrong with one row comes to light when it is read."""
+
+    path: Path
+    count: int
+    read: Callable[[int], Row]
+    """Row of a number from 0; raises BadSample."""
+
+
+def _json_lines(path: Path) -> RowFile:
+    """.jsonl, also compressed."""
+    # The source of texts knows how to find a line by its number, also in a compressed file.
+    table = TextTable(str(path), field="", chunk_bytes=0, cache=text_cache())
+    return RowFile(path, len(table), lambda number: json_object(table.raw(number)))
+
+
+def _json_array(path: Path) -> RowFile:
+    """.json with a list of objects, as LLaVA's; none of it is parsed before it is asked for."""
+    if not begins_array(path):
+        raise DataError(
+            f"{path}: not a list of rows; expected [{{...}}, ...], or .jsonl with one object a line"
+        )
+    # Brackets inside strings do not count; the pattern takes a string as a whole.
+    spans: list[tuple[int, int]] = []
+    depth = first = 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for match in _TOKEN.finditer(data):
+            token = data[match.start()]
+            if token in b"{[":
+                if depth == 1:
+                    first = match.start()
+                depth += 1
+            elif token in b"}]":
+                depth -= 1
+                if depth == 1 and data[first] == ord("{"):
+                    spans.append((first, match.end()))
+                if depth <= 0:
+                    break
+    if depth:
+        raise DataError(f"{path}: not valid JSON: the list is not closed (a file cut short?)")
+    if not spans:
+        raise DataError(
+            f'{path}: a list without an object; expected rows such as {{"image": ..., "caption": ...}}'
+        )
+
+    def read(number: int) -> Row:
+        start, stop = spans[number]
+        within(stop - start, TEXT_BYTES, f"{path.name}:{number + 1}")
+        with path.open("rb") as file:
+            file.seek(start)
+            return json_object(file.read(stop - start))
+
+    return RowFile(path, len(spans), read)
+
+
+def _table(path: Path) -> RowFile:
+    """.csv or .tsv with a first line of column names."""
+    # A row may go over lines, so a table has no offsets; it is held in memory.
+    size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise DataError(
+            f"{path}: {size >> 20} MiB; the limit of a table is {MOST_BYTES >> 20} MiB: split it, or take"
+            " .jsonl"
+        )
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t" if row_kind(path) == ".tsv" else ","))
+    except (csv.Error, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a table ({error}); expected UTF-8") from None
+    if not rows:
+        raise DataError(
+            f"{path}: no rows; expected a first line of column names (image,caption) and lines below it"
+        )
+    # Empty cells are fields that a row does not have.
+    return RowFile(path, len(rows), lambda n: {key: cell for key, cell in rows[n].items() if key and cell})
+
+
+def _parquet(path: Path) -> RowFile:
+    """A parquet file; one row group of all files is held at a time."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{path}: parquet needs pyarrow; pip install 'earlyfusion[shards]'") from None
+    try:
+        meta = parquet.ParquetFile(path).metadata
+    except Exception as error:  # pyarrow: ArrowInvalid, OSError, ...
+        raise DataError(f"{path}: not a parquet file ({error})") from None
+    # From the footer: no page is read before a row is asked for.
+    groups = Numbered(meta.row_group(group).num_rows for group in range(meta.num_row_groups))
+
+    def read(number: int) -> Row:
+        group, place = groups.locate(number)
+        row: Row = _row_group(path, group).slice(place, 1).to_pylist()[0]
+        return row
+
+    return RowFile(path, len(groups), read)
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: Path, group: int) -> Any:
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(path).read_row_group(group)
+
+
+def _arrow_dataset(root: Path, split: str | None) -> RowFile:
+    """A Hugging Face dataset on disk, read as Arrow, so that no image feature is decoded."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{root}: needs Hugging Face datasets; pip install 'earlyfusion[eval]'") from None
+    try:
+        # Every file that a state.json names must lie inside the folder.
+        for state in sorted(root.rglob("state.json")):
+            within(state.stat().st_size, TEXT_BYTES, str(state))
+            for entry in json_object(state.read_bytes(), str(state))["_data_files"]:
+                file_below(state.parent, entry["filename"], str(state))
+        loaded: Any = datasets.load_from_disk(str(root))
+    except DataError:
+        raise
+    except Exception as error:  # JSON of the wrong kind, Arrow that is damaged: anything
+        raise DataError(
+            f"{root}: not a dataset on disk ({type(error).__name__}: {one_line(error, 160)})"
+        ) from None
+
+    if isinstance(loaded, datasets.DatasetDict):
+        names = sorted(loaded)
+        if split is None and len(names) == 1:
+            split = names[0]
+        if split not in names:
+            raise DataError(f"{root} has the splits {', '.join(names)}; name one with --split")
+        loaded = loaded[split]
+    # Its own format would decode pictures, and encode them anew.
+    rows = loaded.with_format("arrow")
+    return RowFile(root, len(rows), lambda n: rows[n : n + 1].to_pylist()[0])
+
+
+def begins_array(path: Path) -> bool:
+    """Whether a .json file holds an array (of rows) rather than one object."""
+    with path.open("rb") as file:
+        # Spreadsheets write a byte order mark.
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def names_columns(path: Path, known: set[str]) -> bool:
+    """Whether the first line of a .csv or .tsv names a column of `known`."""
+    with path.open("rb") as file:
+        # A table of measurements beside pictures is no table of samples.
+        head = file.readline(1 << 16).decode("utf-8-sig", "replace").strip()
+    return bool({name.strip().strip('"') for name in re.split(r"[,\t]", head)} & known)
+
+
+READERS: dict[str, Callable[[Path], RowFile]] = {
+    **dict.fromkeys(LINES, _json_lines),
+    ".json": _json_array,
+    ".csv": _table,
+    ".tsv": _table,
+    ".parquet": _parquet,
+}
+
+
+def row_kind(path: Path) -> str:
+    """The ending by which a file holds rows (a key of READERS); "" for any other file."""
+    return next((end for end in READERS if path.name.lower().endswith(end)), "")
+
+
+# ---- one row
+
+
+def _is_media(name: str) -> bool:
+    return ending(name) in MEDIA
+
+
+def _take_media(value: Any, key: str, fields: set[str], store: Callable[[bytes | None, str], str]) -> Any:
+    """A value of a row as JSON, with the names of members where media stood: `store(bytes or None, path)`."""
+    if isinstance(value, str):
+        return store(None, value) if key in fields and _is_media(value) else value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return store(bytes(value), "")
+    if isinstance(value, Mapping):
+        # How Arrow stores an image or a video.
+        if "bytes" in value and set(value) <= {"bytes", "path"}:
+            data = value["bytes"]
+            return store(None if data is None else bytes(data), value.get("path") or "")
+        return {str(name): _take_media(item, str(name), fields, store) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_media(item, key, fields, store) for item in value]
+    return value if isinstance(value, int | float | bool | None) else str(value)
+
+
+def row_members(row: Row, load: Callable[[str], bytes], options: InputOptions) -> dict[str, bytes]:
+    """The members of one sample: extension -> bytes. `load` gives the bytes of a path that the row names.
+
+    Raises BadSample when a path cannot be read or nothing is left.
+    """
+    members: dict[str, bytes] = {}
+
+    # One picture asked about twice is stored once.
+    @cache
+    def store(data: bytes | None, path: str) -> str:
+        data = load(path) if data is None else data
+        # The first bytes know better than the name.
+        ends = [end for end, head in _HEADS.items() if re.match(head, data[:12], re.DOTALL)]
+        if _is_media(path):
+            ends.append(ending(path))
+        name = f"{len(members)}.{[*ends, 'jpg'][0]}"
+        members[name] = data
+        return name
+
+    # Media go out of the row; in their places stand the names of their members.
+    fields = {*_MEDIA_FIELDS, options.image_field or "image"}
+    rest = {key: _take_media(value, key, fields, store) for key, value in row.items() if value is not None}
+    # Renamed to what the formats know; in front, where they look first.
+    for name in ("text", "question", "answer"):
+        field = getattr(options, f"{name}_field")
+        if field is not None:
+            if field not in rest:
+                raise BadSample(f"no field {field!r}; there are {sorted(map(str, row))}", "bad_json")
+            rest = {name: rest.pop(field), **rest}
+
+    # A row that names a picture in a field nobody reads must not become a text without it.
+    for key, value in rest.items() if not members else ():
+        named = isinstance(value, str) and len(value) < 256 and "\n" not in value
+        if named and _is_media(value) and key not in (*_TEXT_FIELDS, "question", "answer"):
+            raise BadSample(
+                f"the field {key!r} names {value!r}, which is not read as a picture or video:"
+                f" --image-field {key}",
+                "missing_member",
+            )
+
+    # A single picture needs no number.
+    if len(members) == 1:
+        ((old, data),) = members.items()
+        members = {ending(old): data}
+        rest = {key: ending(old) if value == old else value for key, value in rest.items()}
+
+    # A caption alone is a .txt, everything else a .json.
+    words = [key for key, value in rest.items() if not isinstance(value, str) or value not in members]
+    if len(words) == 1 and words[0] in _TEXT_FIELDS and isinstance(text := rest[words[0]], str):
+        if not text.strip():
+            raise BadSample("the text is empty", "empty_text")
+        return {**members, "txt": text.encode("utf-8", "surrogatepass")}
+    if rest:
+        entry = json.dumps(rest, ensure_ascii=False, sort_keys=True)
+        members["json"] = entry.encode("utf-8", "surrogatepass")
+    if not members:
+        raise BadSample("an empty row", "empty_text")
+    return members
+
+
+# ---- inputs
+
+
+def load_below(root: Path, name: str) -> bytes:
+    """The bytes of a file below `root` only: a row from elsewhere must not be able to name other files of
+    this machine."""
+    path = file_below(root, name, outside="unreadable")
+    try:
+        within(path.stat().st_size, most_bytes(path.name), repr(name))
+        return path.read_bytes()
+    except OSError as error:
+        raise BadSample(f"{name!r}: cannot be read ({error.strerror})", "unreadable") from None
+
+
+def _rows(files: Sequence[RowFile], options: InputOptions) -> Input:
+    """The rows of files, one file after the other."""
+    # One numbering over all files: workers take ranges of it.
+    numbers = Numbered(file.count for file in files)
+
+    def origin(number: int) -> str:
+        file, row = numbers.locate(number)
+        return f"{files[file].path.name}:{row + 1}"
+
+    def members(number: int) -> dict[str, bytes]:
+        place, row = numbers.locate(number)
+        file = files[place]
+        # Paths in a row are relative to its file, and may not leave that folder.
+        folder = file.path if file.path.is_dir() else file.path.parent
+        return row_members(file.read(row), partial(load_below, folder), options)
+
+    identity: list[object] = []
+    for file in files:
+        # Its name, too: the keys of the items are made from it.
+        identity += [file.path.name, file.count, *_stamp(file.path)]
+    return Input(len(numbers), origin, members, identity)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time stand for contents: hashing a data set would take as long as reading it."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _folder(root: Path, options: InputOptions) -> Input:
+    """Files below a folder, those of one name together, in the order of their names; then the rows of .jsonl
+    files, and those of .json lists and of .csv and .tsv files with a column that rows have."""
+    groups: dict[str, dict[str, Path]] = {}
+    lines: list[Path] = []
+    tables: list[Path] = []
+    columns = {*_MEDIA_FIELDS, "caption", "text", "question", *filter(None, astuple(options))}
+    # Sorted: the numbers must be the same in every process and after every kill.
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if any(part.startswith(".") for part in name.split("/")) or not path.is_file():
+            continue
+        kind = row_kind(path)
+        if kind in (".csv", ".tsv"):
+            tables += [path] if names_columns(path, columns) else []
+        elif kind not in ("", ".json", ".parquet"):
+            lines.append(path)
+        elif (parts := split_name(name)) and ending(parts[1]) in _KNOWN:
+            # A program is text to learn; shards know it as such.
+            end = "txt" if parts[1] == "py" else parts[1]
+            groups.setdefault(parts[0], {}).setdefault(end, path)
+
+    # A list in a .json beside nothing is a table of rows.
+    for key, ends in list(groups.items()):
+        if set(ends) == {"json"} and begins_array(ends["json"]):
+            tables.append(groups.pop(key)["json"])
+    # Media without a word beside them are then what the rows name.
+    if lines or tables:
+        groups = {key: ends for key, ends in groups.items() if not all(map(_is_media, ends))}
+    keys = list(groups)
+    # Rows come after the files, whatever their names.
+    rows = _rows([READERS[row_kind(path)](path) for path in (*lines, *tables)], options)
+
+    def origin(number: int) -> str:
+        return keys[number] if number < len(keys) else rows.origin(number - len(keys))
+
+    def members(number: int) -> dict[str, bytes]:
+        if number >= len(keys):
+            return rows.members(number - len(keys))
+        found = groups[keys[number]]
+        return {end: load_below(root, str(path.relative_to(root))) for end, path in found.items()}
+
+    identity = [*rows.identity]
+    for key, ends in groups.items():
+        for end, path in ends.items():
+            identity += [f"{key}.{end}", *_stamp(path)]
+    return Input(len(keys) + len(rows), origin, members, identity)
+
+
+def _shards(path: str) -> Input:
+    """Samples of shards, damaged ones left out."""
+    shards = Shards(path)
+    # A missing end counts as one item, so that it is named among what is left out.
+    numbers = Numbered(shards.counts)
+
+    def origin(number: int) -> str:
+        shard, position = numbers.locate(number)
+        try:
+            return f"{shards.names[shard]}/{shards.key(shard, position)}"
+        except BadSample:
+            return shards.names[shard]
+
+    def members(number: int) -> dict[str, bytes]:
+        group = shards.group(*numbers.locate(number))
+        # An empty member is kept: the check says which one is empty.
+        return {name: group.read(name) if size else b"" for name, size in group.sizes.items()}
+
+    identity = []
+    for shard, (name, count) in enumerate(zip(shards.names, shards.counts)):
+        identity.append(f"{name} {count} {shards.index(shard).header['bytes']}")
+    return Input(len(numbers), origin, members, identity, chosen_format(shards.manifest))
+
+
+def open_input(path: str, options: InputOptions) -> Input:
+    """The input that `path` is; raises DataError when it is nothing that can be prepared."""
+    # A URL or a command can be nothing but shards.
+    local = as_local(path)
+    if local is None or path.endswith(TAR_ENDS):
+        return _shards(path)
+    # A folder: of a dataset, of shards, of files and rows, or of parquet alone.
+    tables: list[Path] = []
+    if local.is_dir():
+        if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
+            return _rows([_arrow_dataset(local, options.split)], options)
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and file.name[0] != "."]
+        # Shards go first: their .json is an index, not a row.
+        if any(file.name.endswith(TAR_ENDS) for file in files):
+            return _shards(str(local))
+        folder = _folder(local, options)
+        if len(folder):
+            return folder
+        tables = [file for file in files if row_kind(file) == ".parquet"]
+    elif local.is_file() or any(c in path for c in "*?[{"):
+        tables = [Path(name) for name in find_files(path)]
+
+    if tables and all(map(row_kind, tables)):
+        return _rows([READERS[row_kind(table)](table) for table in tables], options)
+    raise DataError(
+        f"{path}: {'holds nothing to prepare' if local.exists() else 'does not exist'}; expected a folder of"
+        " pictures or videos with .txt or .json beside them, texts, .jsonl (.gz, .zst), .json, .csv, .tsv,"
+        " .parquet, a dataset on disk or tar shards (earlyfusion prepare --help shows their layouts)"
+    )
