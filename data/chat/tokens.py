@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from earlyfusion.data.chat.template import Message, Template, ToolCall, chat_sample, opening
@@ -62,6 +63,23 @@ def encode_chat(
     return encode(sample, tokenizer, vision, eos=False, decode=decode)
 
 
+# Halves of characters that no decoded text holds stand for the three tokens of the markup, so that an
+# expression can tell markup from words that look like it.
+_OPEN, _CLOSE, _SEP = "\ud800", "\ud801", "\ud802"
+_WORDS = f"[^{_OPEN}{_CLOSE}{_SEP}]*"
+
+
+def _element(name: str, content: str = _WORDS) -> str:
+    """An expression of an element with its header's attributes and its content as groups."""
+    return f"{_OPEN}{name}(|(?: {_WORDS})){_SEP}({content}){_CLOSE}{name}{_SEP}"
+
+
+_ARGUMENT = _element("argument")
+# The calls are taken apart later; here they only have to be whole.
+_CALL = _element("call", f"(?:{_ARGUMENT})*")
+_MESSAGE = re.compile(
+    f"(?:{_element('think')})?{_element('response')}(?:{_element('tools', f'(?:{_CALL})+')})?"
+)
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -74,109 +92,45 @@ class Parsed:
     well_formed: bool
 
 
-@dataclass
-class _Element:
-    name: str = ""
-    attributes: dict[str, str] = field(default_factory=dict)
-    text: str = ""
-    children: list[_Element] = field(default_factory=list)
-
-
-class _Broken(Exception):
-    """The markup does not keep the form."""
-
-
 def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer) -> Parsed:
     """Ids that follow the opening of an assistant's message, with or without its end -> Parsed."""
     # What comes after the end of the message was never said.
-    body, ended = [int(i) for i in ids], False
-    if tokenizer.end_of_msg_id in body:
-        body, ended = body[: body.index(tokenizer.end_of_msg_id)], True
-    closing = [tokenizer.close_id, *tokenizer.encode("message"), tokenizer.sep_id]
-    closed = body[-len(closing) :] == closing
-    if closed:
-        body = body[: -len(closing)]
+    body, ended = list(ids), tokenizer.end_of_msg_id in ids
+    if ended:
+        body = body[: body.index(tokenizer.end_of_msg_id)]
+    marks = {tokenizer.open_id: _OPEN, tokenizer.close_id: _CLOSE, tokenizer.sep_id: _SEP}
+    text = ""
+    for mark, run in groupby(body, marks.get):
+        text += "".join(map(marks.get, run)) if mark else tokenizer.decode(list(run))
+    end = f"{_CLOSE}message{_SEP}"
+    closed, text = text.endswith(end), text.removesuffix(end)
     try:
-        return Parsed(_message(_tree(body, tokenizer)), ended and closed)
-    except (_Broken, DataError):
-        text = tokenizer.decode(body, skip_special=True)
-        return Parsed(Message("assistant", (Text(text),)), False)
-
-
-def _runs(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[int | None, str]]:
-    """(None, text), (open_id, header) and (close_id, name) in order; raises _Broken."""
-    markup = (tokenizer.open_id, tokenizer.close_id)
-    kind, run = None, list[int]()
-    for token in ids:
-        if (kind is None and token in markup) or (kind is not None and token == tokenizer.sep_id):
-            yield kind, tokenizer.decode(run)
-            kind, run = token if kind is None else None, []
-        elif token in (*markup, tokenizer.sep_id):
-            raise _Broken
-        else:
-            run.append(token)
-    if kind is not None:
-        raise _Broken
-    yield None, tokenizer.decode(run)
-
-
-def _tree(ids: Sequence[int], tokenizer: Tokenizer) -> _Element:
-    """The elements of a message as children of one without a name."""
-    # A stack and no recursion: a model may open any number of elements.
-    path = [_Element()]
-    for kind, text in _runs(ids, tokenizer):
-        if kind is None:
-            path[-1].text += text
-        elif kind == tokenizer.open_id:
-            child = _Element(text.partition(" ")[0], dict(_ATTRIBUTE.findall(text)))
-            path[-1].children.append(child)
-            path.append(child)
-        elif len(path) == 1 or path.pop().name != text:
-            raise _Broken
-    if len(path) > 1:
-        raise _Broken
-    return path[0]
-
-
-def _message(root: _Element) -> Message:
-    if not root.children:
-        return Message("assistant", (Text(root.text),))
-    parts = {child.name: child for child in root.children}
-    # In this order, and each at most once.
-    names = [name for name in CHANNELS if name in parts]
-    if root.text or [child.name for child in root.children] != names or "response" not in parts:
-        raise _Broken
-    # Only calls have parts of their own.
-    response, think = parts["response"], parts.get("think")
-    tools = parts.get("tools", _Element())
-    if (
-        response.children
-        or (think and think.children)
-        or tools.text
-        or ("tools" in parts and not tools.children)
-    ):
-        raise _Broken
-    thinking = think.text if think else None
-    calls = tuple(_call(child) for child in tools.children)
-    return Message("assistant", (Text(response.text),), thinking=thinking, calls=calls)
-
-
-def _call(element: _Element) -> ToolCall:
-    if element.name != "call" or element.text:
-        raise _Broken
-    arguments: dict[str, Any] = {}
-    try:
-        for child in element.children:
-            if child.name != "argument" or child.children:
-                raise _Broken
-            # Only strings are written as they are; everything else is JSON.
-            value: Any = child.text
-            if child.attributes.get("type", "string") != "string":
-                value = json.loads(value)
-            arguments[child.attributes["key"]] = value
-        return ToolCall(element.attributes["tool"], arguments)
+        return Parsed(_message(text), ended and closed)
     except (KeyError, ValueError, RecursionError):
-        raise _Broken from None
+        words = tokenizer.decode(body, skip_special=True)
+        return Parsed(
+            Message("assistant", (Text(words.removesuffix("message") if closed else words),)), False
+        )
+
+
+def _message(text: str) -> Message:
+    """The message of a text with marks; raises KeyError or ValueError for broken markup."""
+    if re.fullmatch(_WORDS, text):
+        return Message("assistant", (Text(text),))
+    found = _MESSAGE.fullmatch(text)
+    if found is None:
+        raise ValueError
+    _, thinking, _, response, _, tools, *_ = found.groups()
+    calls = []
+    for header, body, *_ in re.findall(_CALL, tools or ""):
+        arguments: dict[str, Any] = {}
+        for written, value in re.findall(_ARGUMENT, body):
+            attributes = dict(_ATTRIBUTE.findall(written))
+            # Only strings are written as they are; everything else is JSON.
+            plain = attributes.get("type", "string") == "string"
+            arguments[attributes["key"]] = value if plain else json.loads(value)
+        calls.append(ToolCall(dict(_ATTRIBUTE.findall(header))["tool"], arguments))
+    return Message("assistant", (Text(response),), thinking=thinking, calls=tuple(calls))
 
 
 Channel = Literal["content", "thinking", "tools"]
