@@ -101,16 +101,16 @@ def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer) -> Parsed:
     marks = {tokenizer.open_id: _OPEN, tokenizer.close_id: _CLOSE, tokenizer.sep_id: _SEP}
     text = ""
     for mark, run in groupby(body, marks.get):
-        text += "".join(map(marks.get, run)) if mark else tokenizer.decode(list(run))
+        tokens = list(run)
+        text += mark * len(tokens) if mark else tokenizer.decode(tokens)
     end = f"{_CLOSE}message{_SEP}"
     closed, text = text.endswith(end), text.removesuffix(end)
     try:
         return Parsed(_message(text), ended and closed)
     except (KeyError, ValueError, RecursionError):
         words = tokenizer.decode(body, skip_special=True)
-        return Parsed(
-            Message("assistant", (Text(words.removesuffix("message") if closed else words),)), False
-        )
+        words = words.removesuffix("message") if closed else words
+        return Parsed(Message("assistant", (Text(words),)), False)
 
 
 def _message(text: str) -> Message:

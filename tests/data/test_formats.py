@@ -10,9 +10,7 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.formats.build import build, describe
 from earlyfusion.data.formats.group import Group
-from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Regions, Text, VideoFile, answer_text, question_text
-from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.data.sources.shards import ShardsOptions
 
 from .shard_files import dump, picture
@@ -197,24 +195,6 @@ def test_ocr_lines_with_boxes_are_regions():
     assert [region.label for region in regions(entry).regions] == ["STOP", "ahead"]
 
 
-def test_boxes_are_right_in_the_encoded_text(tokenizer, vision):
-    """200 x 100 is shrunk by the patch limit; the text must name the pixels of the shrunk picture."""
-    small = vision.model_copy(update={"in_patch_limit": 32})
-    from earlyfusion.data.sample import Sample
-
-    segments = made(
-        {"jpg": picture(0, (200, 100)), "json": dump({"boxes": [[50, 25, 150, 75]], "labels": ["mid"]})}
-    )
-    document = encode(Sample(segments, "s", "k"), tokenizer, small)
-    line = tokenizer.decode(document.ids.tolist(), skip_special=True).rpartition("\n")[2]
-    read = json.loads(line.strip())
-    assert read["label"] == "mid" and read["box01"] == [0.25, 0.25, 0.75, 0.75]
-    width = read["box"][2] / 0.75
-    assert width < 200 and read["box"] == pytest.approx(
-        [width / 4, width / 8, width * 0.75, width * 0.375], abs=1
-    )
-
-
 # ---- what is wrong names shard, key and reason
 
 WRONG = {
@@ -287,20 +267,6 @@ def test_a_named_format_that_does_not_fit_is_a_bad_sample(kind):
         made({"bin": b"x"}, format=kind)
     with pytest.raises(BadSample):
         made({"json": b'{"x": 1}'}, format=kind)
-
-
-def test_a_shard_of_every_format_is_read_as_a_source(tmp_path, monkeypatch):
-    from earlyfusion.data.sources.base import build_source
-
-    from .shard_files import write_tar
-
-    monkeypatch.setenv("EF_CACHE", str(tmp_path))
-    members = [(f"{name}.{end}", data) for name, (ends, _) in CASES.items() for end, data in ends.items()]
-    path = write_tar(tmp_path / "a.tar", members)
-    source = build_source(SourceConfig(name="all", kind="webdataset", path=str(path)), val_fraction=0.0)
-    for index, (name, (_, expected)) in enumerate(CASES.items()):
-        sample = source.get(index, 0)
-        assert sample.key == f"a.tar/{name}" and shape(sample.segments) == expected
 
 
 # ---- no JSON makes anything but a BadSample

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from earlyfusion.data.formats.regions import write_regions
 from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.synth.graph import SHAPES, corners, paint
-from earlyfusion.data.tasks.maze import carve, distances, parse_moves, shortest, ways
+from earlyfusion.data.tasks.maze import parse_moves
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.data.tasks.scoring import rewards as scoring
 
@@ -194,27 +194,6 @@ def test_nothing_may_stand_behind_what_was_asked():
 )
 def test_final_answers(text, answer):
     assert scoring.final_answer(text) == answer
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_mazes_shortest_ways_by_trying_all(seed):
-    """Distances against relaxation until nothing changes; every way a walk accepts ends where its moves
-    say."""
-    rng = random.Random(seed)
-    rows, columns = rng.randint(2, 5), rng.randint(2, 5)
-    doors = carve(rng, rows, columns, 0.3)
-    cells = [(r, c) for r in range(rows) for c in range(columns)]
-    start, goal = rng.sample(cells, 2)
-    best = {cell: (0 if cell == goal else math.inf) for cell in cells}
-    for _ in cells:
-        for a, b in doors:
-            best[a], best[b] = min(best[a], best[b] + 1), min(best[b], best[a] + 1)
-    assert distances(doors, goal) == best
-    way = shortest(doors, start, goal)
-    here = start
-    for move in way:
-        here = ways(doors, here)[move]
-    assert here == goal and len(way) == best[start]
 
 
 def test_maze_rewards_order_answers_as_they_should_be():
