@@ -2,17 +2,32 @@
 Residuals.
 
     plain        x += mixer(norm(x));  x += feed_forward(norm(x))
-    attn_res     see model/attnres.py: each sub-layer reads its own mix of earlier blocks
+    attn_res     each sub-layer chooses, per token, which earlier outputs it reads
 
 It takes embeddings, not ids: text and image features have been put together before (model/fusion.py). Packed
 rows: T tokens of several documents, which never see each other.
 
-Shapes: T tokens, D hidden, V vocabulary.
+Attention Residuals. With sources v_0 (the embedding), v_1, ... and one learned pseudo-query w and key-norm
+weight g per sub-layer,
+
+    h = sum_i p_i v_i,    p = softmax_i( <w * g, v_i / rms(v_i)> )        (values are not normalised)
+
+replaces the residual stream. In block form the sub-layer outputs inside a block are summed, and the sources
+of a sub-layer are b_0 = embedding, the finished block sums b_1 .. b_{n-1}, and the partial sum of its own
+block (absent for the block's first sub-layer). After the last block one more (w, g) mixes all block sums.
+Full AttnRes is blocks of one sub-layer. The very first sub-layer has a single source, so its mix is the
+identity (and its w and g get gradients that are exactly zero, not missing ones).
+
+How a block is computed (phase 1 for all its sub-layers, then merges) stands in kernels/attnres/block.py.
+Source: Attention Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
+
+Shapes: T tokens, D hidden, V vocabulary, S sub-layers of a block, n sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial as bind
 from typing import Any
 
@@ -21,16 +36,81 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.attnres import Mix, MixRecorder, mix_sources, run_block
 from earlyfusion.model.cache import Past
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.init import Embedding, Linear
 from earlyfusion.model.kda import KimiDeltaAttention
+from earlyfusion.model.layers import Embedding, Linear, RMSNorm, SwiGLU, at_least_fp32
 from earlyfusion.model.mla import MultiHeadLatentAttention
-from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.moe import MixtureOfExperts
-from earlyfusion.model.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One place where sources are mixed: the pseudo-query w [D], the key norm that holds g [D], a name for
+    reports."""
+
+    name: str
+    query_D: nn.Parameter
+    norm: RMSNorm
+
+    def folded(self) -> Tensor:
+        """w * g [D] in fp32: only the product matters to the weights."""
+        # Folded once per block: the kernels then read one vector where the paper has two.
+        return at_least_fp32(self.query_D) * at_least_fp32(self.norm.weight)
+
+
+@dataclass
+class MixRecorder:
+    """Mean mixing weights of every mix, split by token masks; for reports, never during training.
+
+    masks: name -> bool [T]. After a decoder pass `rows[i]` is (name of the mix, {mask name: weights [n]
+    fp32}), where source 0 is the embedding, the next ones the finished blocks; `has_partial[i]` tells that
+    the last source is the running sum of the mix's own block. A mask without tokens yields NaN.
+    """
+
+    masks: dict[str, Tensor]
+    rows: list[tuple[str, dict[str, Tensor]]] = field(default_factory=list)
+    has_partial: list[bool] = field(default_factory=list)
+
+    @torch.no_grad()
+    def note(self, mix: Mix, sources: Sequence[Tensor], partial_TD: Tensor | None) -> None:
+        # The running sum comes last, as the kernels see it; reports tell it apart by `has_partial`.
+        every = list(sources) if partial_TD is None else [*sources, partial_TD]
+        # Apart from the kernels on purpose: a report must not depend on what it reports about.
+        logits = []
+        for source_TD in every:
+            fp = at_least_fp32(source_TD)
+            logits.append((fp @ mix.folded()) * torch.rsqrt(fp.pow(2).mean(-1) + mix.norm.eps))
+        weights_nT = torch.stack(logits).softmax(0)
+        means = {name: weights_nT[:, mask].mean(dim=1) for name, mask in self.masks.items()}
+        self.rows.append((mix.name, means))
+        self.has_partial.append(partial_TD is not None)
+
+
+def run_block(
+    sources: Sequence[Tensor], sublayers: Sequence[tuple[Mix, SubLayer]], recorder: MixRecorder | None = None
+) -> tuple[Tensor, ...]:
+    """Run one block's sub-layers; returns the sources of the next block: the given ones and the block's sum
+    [T, D].
+
+    Go on with the returned sources (see kernels/attnres/block.py). The sum is kept in the dtype of the
+    embedding (source 0). Nothing but `sources` is alive at the block's start, so recomputing whole blocks in
+    the backward pass needs no saved activation besides the block sums themselves.
+    """
+    mixes, bodies = zip(*sublayers)
+    qw_SD = torch.stack([mix.folded() for mix in mixes])
+
+    # A report looks at the sources before they are mixed, where the kernel hands them over.
+    def watch(index: int, before: Sequence[Tensor], partial_TD: Tensor | None) -> None:
+        assert recorder is not None
+        recorder.note(mixes[index], before, partial_TD)
+
+    block = resolve("attnres_block", qw_SD)
+    watched = watch if recorder is not None else None
+    sources, summed_TD = block(sources, bodies, qw_SD, mixes[0].norm.eps, watched)
+    return *sources, summed_TD
 
 
 class DecoderLayer(nn.Module):
@@ -86,7 +166,9 @@ class DecoderLayer(nn.Module):
         return self.self_attn(x_TD, segments, past, counted_T)
 
     def feed_forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
-        return self.block_sparse_moe(x_TD, counted_T) if self.sparse else self.mlp(x_TD)
+        if self.sparse:
+            return self.block_sparse_moe(x_TD, counted_T)
+        return self.mlp(x_TD)
 
     def forward(
         self,
@@ -103,10 +185,10 @@ class DecoderLayer(nn.Module):
     def mixes(self) -> tuple[Mix, Mix]:
         """The AttnRes mixes in front of the two sub-layers."""
         name, feed = f"layers.{self.index}", "moe" if self.sparse else "mlp"
-        before_attention = Mix(
-            f"{name}.{self.kind}", self.self_attention_res_query, self.self_attention_res_norm
+        return (
+            Mix(f"{name}.{self.kind}", self.self_attention_res_query, self.self_attention_res_norm),
+            Mix(f"{name}.{feed}", self.mlp_res_query, self.mlp_res_norm),
         )
-        return before_attention, Mix(f"{name}.{feed}", self.mlp_res_query, self.mlp_res_norm)
 
 
 class Decoder(nn.Module):
@@ -161,9 +243,7 @@ class Decoder(nn.Module):
                 "build Segments from the same packed row"
             )
 
-        pasts: Sequence[Past[Any] | None] = [None] * len(self.layers)
-        if past is not None:
-            pasts = past
+        pasts: Sequence[Past[Any] | None] = past or [None] * len(self.layers)
         if self.config.attn_res == "none":
             for layer, own in zip(self.layers, pasts):
                 x_TD = self._maybe_recompute(layer, x_TD, segments, own, counted_T)
@@ -175,9 +255,9 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             attend = bind(layer.attend, segments=segments, past=own, counted_T=counted_T)
             feed_forward = bind(layer.feed_forward, counted_T=counted_T)
-            before_attention, before_mlp = layer.mixes()
-            sublayers.append((before_attention, SubLayer(layer.input_layernorm, attend)))
-            sublayers.append((before_mlp, SubLayer(layer.post_attention_layernorm, feed_forward)))
+            first, second = layer.mixes()
+            sublayers.append((first, SubLayer(layer.input_layernorm, attend)))
+            sublayers.append((second, SubLayer(layer.post_attention_layernorm, feed_forward)))
 
         # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
         size = self.config.sublayers_per_block()
@@ -187,7 +267,12 @@ class Decoder(nn.Module):
 
         # The final norm reads a mix of its own of all of them.
         final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
-        return self.norm(mix_sources(sources, final, recorder))
+        if recorder is not None:
+            recorder.note(final, sources, None)
+        # One query over finished sources is phase 1 of a block with a single sub-layer.
+        qw_1D = final.folded().unsqueeze(0)
+        o_1TD, _ = resolve("attnres_phase1", qw_1D)(list(sources), qw_1D, final.norm.eps)
+        return self.norm(o_1TD[0])
 
     def attnres_weights(self, x_TD: Tensor, segments: Segments, masks: dict[str, Tensor]) -> MixRecorder:
         """Mean AttnRes weights per mix and source over the tokens of each mask (for example image and text).

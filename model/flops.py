@@ -14,10 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from earlyfusion.model.config import FusionConfig, ModelConfig
-from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
@@ -36,26 +33,6 @@ class ParameterCount:
     by_room: dict[str, int]
 
 
-def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count a Decoder or NativeFusion, which may live on the meta device.
-
-    A tied head counts once, as embedding. Raises TypeError for another module.
-    """
-    decoder = model.decoder if isinstance(model, NativeFusion) else model
-    if not isinstance(decoder, Decoder):
-        raise TypeError(f"count_parameters reads a Decoder or a NativeFusion, got {type(model).__name__}")
-    config = decoder.config
-    by_room = dict.fromkeys(ROOMS, 0)
-    idle = 0
-    for name, parameter in model.named_parameters():
-        by_room[_room(name.removeprefix("decoder."), config)] += parameter.numel()
-        # Of E experts a token passes k; routers and shared experts are always active.
-        if ".experts." in name:
-            idle += parameter[config.num_experts_per_token :].numel()
-    total = sum(by_room.values())
-    return ParameterCount(total, total - idle - by_room["vision"] - by_room["projector"], by_room)
-
-
 PARTS = {
     "vision_tower": "vision",
     "mm_projector": "projector",
@@ -64,18 +41,27 @@ PARTS = {
     "block_sparse_moe": "moe",
     "mlp": "dense",
 }
-"""Where a parameter counts, by the first or third part of its name; what stands nowhere is a norm."""
+"""Where a parameter counts, by a part of its name; what stands nowhere is a norm."""
 
 
-def _room(name: str, config: ModelConfig) -> str:
-    part = name.split(".")[0]
-    if "_res_" in name:
-        return "attnres"
-    if part == "layers":
-        _, layer, part, *_ = name.split(".")
-        if part == "self_attn":
-            return config.plan()[int(layer)]
-    return PARTS.get(part, "norm")
+def count_parameters(model: NativeFusion) -> ParameterCount:
+    """Count a model, which may live on the meta device. A tied head counts once, as embedding."""
+    config = model.config.text
+    by_room, idle = dict.fromkeys(ROOMS, 0), 0
+    for name, parameter in model.named_parameters():
+        parts = name.removeprefix("decoder.").split(".")
+        if "_res_" in name:
+            room = "attnres"
+        elif parts[0] == "layers" and parts[2] == "self_attn":
+            room = config.plan()[int(parts[1])]
+        else:
+            room = PARTS.get(parts[2 if parts[0] == "layers" else 0], "norm")
+        by_room[room] += parameter.numel()
+        # Of E experts a token passes k; routers and shared experts are always active.
+        if ".experts." in name:
+            idle += parameter[config.num_experts_per_token :].numel()
+    total = sum(by_room.values())
+    return ParameterCount(total, total - idle - by_room["vision"] - by_room["projector"], by_room)
 
 
 def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
@@ -93,7 +79,11 @@ def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, floa
         else:
             rooms["dense"] += 2 * tokens * config.hidden_size * 3 * config.intermediate_size
     if config.attn_res != "none":
-        rooms["attnres"] = _attnres_flops(config, tokens)
+        # Each source of each mix costs a dot product and a weighted add: 4 D. A sub-layer reads the finished
+        # blocks before it, and its own block's sum once that has begun; the last mix reads them all.
+        sublayers, size = 2 * config.num_hidden_layers, config.sublayers_per_block()
+        mixed = sum(1 + i // size + (i % size > 0) for i in range(sublayers))
+        rooms["attnres"] = 4 * tokens * config.hidden_size * (mixed + 1 + -(-sublayers // size))
     rooms["head"] = 2 * tokens * config.hidden_size * config.vocab_size
     return dict(rooms)
 
@@ -123,15 +113,6 @@ def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
     )
     weights = query_weights + key_value + output * (2 if config.mla_output_gate else 1)
     return 2 * tokens * weights + 2 * pairs * heads * (config.qk_head_dim + config.v_head_dim)
-
-
-def _attnres_flops(config: ModelConfig, tokens: float) -> float:
-    """Each source of each mix costs a dot product and a weighted add: 4 D."""
-    # A sub-layer reads the finished blocks before it, and its own block's sum once that has begun.
-    sublayers, size = 2 * config.num_hidden_layers, config.sublayers_per_block()
-    mixed = sum(1 + i // size + (i % size > 0) for i in range(sublayers))
-    final = 1 + -(-sublayers // size)
-    return 4 * tokens * config.hidden_size * (mixed + final)
 
 
 def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[Grid]) -> dict[str, float]:

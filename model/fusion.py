@@ -79,6 +79,10 @@ class NativeFusion(nn.Module):
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
 
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embed_tokens.weight.device
+
     def encode_images(
         self, patches: Tensor, grids: Sequence[tuple[int, int, int]], route: Route | None = None
     ) -> Tensor:

@@ -1,16 +1,14 @@
-"""Text from the model: a batch of prompts with images, greedy or sampled, by the engine of model/engine.
-
-What a prompt gets does not depend on its neighbours: the noise of prompt i is a function of (seed, i,
-position, token).
+"""Text from the model: a batch of prompts with images, by the engine of model/engine. What a prompt gets does
+not depend on its neighbours.
 
 Shapes: T tokens of all prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +36,7 @@ class Row:
 
 def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
     """One packed row on the model's device. Raises ValueError for an empty prompt, or no prompt at all."""
-    vision, device = model.config.vision, model.decoder.embed_tokens.weight.device
+    vision, device = model.config.vision, model.device
     lengths = [len(prompt.ids) for prompt in prompts]
     if not min(lengths, default=0):
         raise ValueError(f"{len(prompts)} prompts of {lengths} tokens; give at least one, each with [BOS]")
@@ -77,27 +75,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def generate(
-    model: NativeFusion,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop_ids: Iterable[int] | None = None,
+    model: NativeFusion, tokenizer: Any, prompts: Sequence[Prompt], *, max_new_tokens: int = 64
 ) -> list[str]:
-    """Continue every prompt until a stop token (default [EOS], <|end_of_msg|>) or `max_new_tokens`; -> texts.
+    """Continue every prompt greedily until [EOS], <|end_of_msg|> or `max_new_tokens`; -> texts.
 
-    temperature 0 is greedy. Image placeholders and other tokens that only stand in inputs are never produced.
-    Special tokens are left out of the texts. tokenizer: `data.tokenizer.Tokenizer` or anything with
-    `special_ids` (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for
-    options out of range, no prompt or an empty one.
+    Image placeholders and other tokens that only stand in inputs are never produced. Special tokens are left
+    out of the texts. tokenizer: `data.tokenizer.Tokenizer` or anything with `special_ids` (name -> id),
+    `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for no prompt or an empty one.
     """
-    # Given stop ids replace the usual ones: who gives them knows what ends the text.
-    params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
-    if stop_ids is not None:
-        params = replace(params, stop_ids=tuple(stop_ids), ignore_eos=True)
+    params = SamplingParams(max_new_tokens, temperature=0.0)
     engine = engine_for(model, tokenizer, prompts, max_new_tokens)
     requests = [Request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
     return [done.text for done in engine.generate(requests)]

@@ -16,6 +16,8 @@ width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +26,7 @@ from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import KdaSlots, Past
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.init import Linear, decay_rate_, normal_, time_step_bias_
-from earlyfusion.model.norm import GatedRMSNorm
+from earlyfusion.model.layers import Linear, RMSNorm
 
 
 class ShortConv(nn.Module):
@@ -39,7 +40,7 @@ class ShortConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        normal_(self.weight, self.std)
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -74,13 +75,20 @@ class KimiDeltaAttention(nn.Module):
         else:
             self.g_a_proj = Linear(hidden, self.head_dim, std)
             self.g_b_proj = Linear(self.head_dim, channels, std)
-        self.o_norm = GatedRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.o_proj = Linear(channels, hidden, std)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        decay_rate_(self.A_log, bounded=self.lower_bound is not None)
-        time_step_bias_(self.dt_bias)
+        # Heads forget at different speeds; the bounded gate starts at rate 1, its lower bound sets the scale.
+        if self.lower_bound is None:
+            self.A_log.uniform_(1.0, 16.0).log_()
+        else:
+            self.A_log.zero_()
+        # Log-uniform time steps over two decades; softplus^-1 in the stable form dt + log(1 - exp(-dt)).
+        step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+        step.add_(torch.log(-torch.expm1(-step)))
 
     def joined_weights(self) -> tuple[Tensor, Tensor]:
         """(all projections of the layer's input stacked, [.., D]; the three convolution kernels stacked, [3C,
@@ -90,7 +98,7 @@ class KimiDeltaAttention(nn.Module):
         joint = torch.cat([layer.weight for layer in layers])
         return joint, torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 
-    def _project(self, x_TD: Tensor, joint: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x_TD: Tensor, joint: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """qkv [T, 3C] before the convolution, gate pre-activation [T, C], output gate [T, C], beta logits [T,
         H]."""
         channels = self.num_heads * self.head_dim
@@ -117,7 +125,7 @@ class KimiDeltaAttention(nn.Module):
             # In a decode step joining six weights would cost more than the product with them.
             past.memory.joined = past.memory.joined or self.joined_weights()
             joint, weight = past.memory.joined
-        qkv, f, gate, beta = self._project(x_TD, joint)
+        qkv, f, gate, beta = self.project(x_TD, joint)
 
         if past is not None and past.plan.single:
             o_THV = past.memory.step(self, past.plan, qkv, f, beta, weight)

@@ -24,8 +24,7 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CachePlan, MlaPages, Past
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.init import Linear
-from earlyfusion.model.norm import Fp32State, RMSNorm
+from earlyfusion.model.layers import Fp32State, Linear, RMSNorm
 
 EXPANDED_BYTES = 1 << 29
 """Expanded keys and values that may stand in memory at once; one head at least."""

@@ -34,9 +34,7 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.precision import without_autocast
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.init import normal_
-from earlyfusion.model.mlp import SwiGLU
-from earlyfusion.model.norm import Fp32State, at_least_fp32
+from earlyfusion.model.layers import Fp32State, SwiGLU, at_least_fp32
 
 BINS = 1000
 Reduce = Callable[[Tensor], Tensor]
@@ -63,7 +61,7 @@ class Router(Fp32State):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        normal_(self.weight, self.std)
+        nn.init.normal_(self.weight, std=self.std)
         self.e_score_correction_bias.zero_()
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +103,8 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        normal_(self.gate_up_proj, self.std)
-        normal_(self.down_proj, self.std)
+        nn.init.normal_(self.gate_up_proj, std=self.std)
+        nn.init.normal_(self.down_proj, std=self.std)
 
     def forward(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
         experts = resolve("moe_experts", x_TD)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,14 @@ class Pools:
         self.free_slots, self.free_pages = list(range(slots, 0, -1)), list(range(pages, 0, -1))
         # Counted, not owned: a common beginning is held by every sequence that begins with it.
         self.references: Counter[int] = Counter()
+        # All that slots hold, and all that pages hold: slots or pages first.
+        self.by_slot: list[Tensor] = []
+        self.by_page: list[Tensor] = []
+        for layer in layers:
+            if isinstance(layer, KdaSlots):
+                self.by_slot += layer.tensors()
+            else:
+                self.by_page.append(layer.pages_PSR)
 
     @classmethod
     def allocate(cls, config: ModelConfig, slots: int, pages: int, page_size: int, like: Tensor) -> Pools:
@@ -65,14 +73,6 @@ class Pools:
                 layers.append(KdaSlots(state, like.new_zeros(slots + 1, width - 1, 3 * heads * dim)))
         return cls(layers, page_size, slots, pages)
 
-    def _slot_tensors(self) -> Iterator[Tensor]:
-        for layer in self.layers:
-            if isinstance(layer, KdaSlots):
-                yield from layer.tensors()
-
-    def _page_tensors(self) -> Iterator[Tensor]:
-        return (layer.pages_PSR for layer in self.layers if isinstance(layer, MlaPages))
-
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
@@ -87,7 +87,7 @@ class Pools:
         """An empty slot; the caller has checked `free_slots`. far: from the other end, away from running
         sequences."""
         slot = self.free_slots.pop(0 if far else -1)
-        for tensor in self._slot_tensors():
+        for tensor in self.by_slot:
             tensor[slot] = 0
         return slot
 
@@ -97,9 +97,11 @@ class Pools:
 
     def copy_slot(self, source: int, targets: Sequence[int]) -> None:
         """Give the target slots the state of the source."""
-        for tensor in self._slot_tensors():
-            # One copy per tensor, however many samples a group has.
-            tensor[list(targets)] = tensor[[source]]
+        for tensor in self.by_slot:
+            # One copy per tensor, however many samples a group has; by an index on the device, which nobody
+            # waits for.
+            targets_N = torch.tensor(targets).to(tensor.device, non_blocking=True)
+            tensor[targets_N] = tensor[source].clone()
 
     # ---- pages
 
@@ -107,7 +109,7 @@ class Pools:
         """A page that nobody holds, zeroed: a masked key must be finite, even after a model that made NaN."""
         page = self.free_pages.pop()
         self.references[page] = 1
-        for tensor in self._page_tensors():
+        for tensor in self.by_page:
             tensor[page] = 0
         return page
 
@@ -126,24 +128,30 @@ class Pools:
         if self.references[page] == 1:
             return page
         copy = self.take_page()
-        for tensor in self._page_tensors():
+        for tensor in self.by_page:
             tensor[copy] = tensor[page]
         self.release([page])
         return copy
 
     # ---- states that leave and come back
 
+    def _places(self, slot: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot [1], length [1] and latent rows of positions 0 .. length - 1, on the device."""
+        device = [*self.by_slot, *self.by_page][0].device
+        slot_1, length_1 = torch.tensor([[slot], [length]]).to(device)
+        return slot_1, length_1, self.rows(pages, length).to(device)
+
     def export(self, slot: int, pages: Sequence[int], length: int) -> dict[str, Tensor]:
         """State of one sequence as host tensors, by layer: `kda.{i}.state`, `kda.{i}.taps`,
         `mla.{i}.latents`."""
+        slot_1, length_1, rows = self._places(slot, pages, length)
         found = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
-                state_1HKV, taps_1CW = layer.load(*self._at(slot, length, layer.state_SHKV))
+                state_1HKV, taps_1CW = layer.load(slot_1, length_1)
                 found[f"kda.{index}.state"] = state_1HKV[0].cpu()
                 found[f"kda.{index}.taps"] = taps_1CW[0].T.cpu().contiguous()
             else:
-                rows = self.rows(pages, length).to(layer.latents_XR.device)
                 found[f"mla.{index}.latents"] = layer.latents_XR.index_select(0, rows).cpu()
         return found
 
@@ -156,24 +164,18 @@ class Pools:
                 got = "nothing" if found is None else tuple(found.shape)
                 raise ValueError(
                     f"saved state {name}: got {got}, this model needs {tuple(tensor.shape)}; it comes from"
-                    " another model. Resume with keep_state=False to read the text again"
+                    " another model; submit the request anew to read its text with this one"
                 )
 
     def restore(self, saved: dict[str, Tensor], slot: int, pages: Sequence[int], length: int) -> None:
         """The reverse of `export`, into a slot and pages that the caller holds; `saved` has been checked."""
+        slot_1, length_1, rows = self._places(slot, pages, length)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
-                slot_1, length_1 = self._at(slot, length, layer.state_SHKV)
                 state_HKV, taps_WC = saved[f"kda.{index}.state"], saved[f"kda.{index}.taps"]
                 layer.store(slot_1, length_1, state_HKV[None], taps_WC.T[None])
             else:
-                rows = self.rows(pages, length).to(layer.latents_XR.device)
                 layer.latents_XR.index_copy_(0, rows, saved[f"mla.{index}.latents"].to(layer.latents_XR))
-
-    @staticmethod
-    def _at(slot: int, length: int, like: Tensor) -> Tensor:
-        """(slot, length) as tensors [1]."""
-        return torch.tensor([[slot], [length]], device=like.device)
 
 
 @dataclass(frozen=True)
@@ -195,17 +197,13 @@ class PrefixCache:
     def __init__(self, pools: Pools, limit: int, every: int) -> None:
         if limit and (every < 1 or every % pools.page_size):
             raise ValueError(f"checkpoint_every={every} must be a multiple of page_size={pools.page_size}")
-        self.pools, self.limit, self.every = pools, limit, every
-        self.hits = self.hit_tokens = self.evictions = 0
-        self._entries: OrderedDict[bytes, Checkpoint] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.pools, self.limit, self.every, self.evictions = pools, limit, every, 0
+        self.entries: OrderedDict[bytes, Checkpoint] = OrderedDict()
 
     @property
     def pages(self) -> set[int]:
         """Pages that some checkpoint refers to."""
-        return {page for entry in self._entries.values() for page in entry.pages}
+        return set().union(*(entry.pages for entry in self.entries.values()))
 
     def borders(self, prompt: int) -> list[int]:
         """Where reading a prompt of so many tokens stops for a checkpoint: sparse positions, and the last
@@ -216,19 +214,19 @@ class PrefixCache:
         last = (prompt - 1) // self.pools.page_size * self.pools.page_size
         return sorted({*range(self.every, prompt, self.every), last} - {0})
 
-    def find(self, key_ids: np.ndarray, most: int, least: int = 1) -> Checkpoint | None:
-        """The longest known beginning of `least` to `most` tokens, now the most recently used."""
+    def find(self, key_ids: np.ndarray, lengths: range) -> Checkpoint | None:
+        """The longest known beginning of one of these lengths, now the most recently used."""
         # One digest is fed on from length to length, so a long prompt is hashed once.
         state, done, best = hashlib.blake2b(digest_size=16), 0, None
-        for length in sorted({entry.length for entry in self._entries.values() if entry.length <= most}):
+        for length in sorted({entry.length for entry in self.entries.values() if entry.length in lengths}):
             state.update(key_ids[done:length].tobytes())
             done, digest = length, state.digest()
-            if length >= least and digest in self._entries:
+            if digest in self.entries:
                 best = digest
         if best is None:
             return None
-        self._entries.move_to_end(best)
-        return self._entries[best]
+        self.entries.move_to_end(best)
+        return self.entries[best]
 
     def insert(self, key_ids: np.ndarray, length: int, slot: int, pages: list[int]) -> None:
         """Remember the state in `slot` as that of the first `length` ids."""
@@ -236,10 +234,10 @@ class PrefixCache:
             return
         digest = hashlib.blake2b(key_ids[:length].tobytes(), digest_size=16).digest()
         # Known already: it only becomes the most recently used.
-        if digest in self._entries:
-            self._entries.move_to_end(digest)
+        if digest in self.entries:
+            self.entries.move_to_end(digest)
             return
-        if len(self._entries) >= self.limit:
+        if len(self.entries) >= self.limit:
             self.evict_one()
 
         # The slot is copied, the pages are shared.
@@ -247,16 +245,16 @@ class PrefixCache:
         self.pools.copy_slot(slot, [own])
         held = tuple(pages[: self.pools.pages_for(length)])
         self.pools.share(held)
-        self._entries[digest] = Checkpoint(length, own, held)
+        self.entries[digest] = Checkpoint(length, own, held)
 
     def evict_one(self) -> None:
         """Drop the least recently used checkpoint."""
-        _, entry = self._entries.popitem(last=False)
+        _, entry = self.entries.popitem(last=False)
         self.pools.release(entry.pages)
         self.pools.free_slot(entry.slot)
         self.evictions += 1
 
     def clear(self) -> None:
         """Drop everything; the weights have changed."""
-        while self._entries:
+        while self.entries:
             self.evict_one()

@@ -19,6 +19,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -29,13 +31,12 @@ from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
 from earlyfusion.model.decoder import Decoder, DecoderLayer
-from earlyfusion.model.engine.batch import TokenRows
 from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.engine.scheduler import Part
 from earlyfusion.model.kda import KimiDeltaAttention
+from earlyfusion.model.layers import RMSNorm, SwiGLU
 from earlyfusion.model.mla import MultiHeadLatentAttention
-from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.moe import MixtureOfExperts, moe_layers
-from earlyfusion.model.norm import RMSNorm
 
 ABSORB_UP_TO = 1.5
 """Up-projections are multiplied in while the products get no more than this factor larger."""
@@ -75,6 +76,34 @@ def _norm_weight(norm: RMSNorm) -> Tensor:
 def _joined(norm_D: Tensor, *weights: Tensor) -> Tensor:
     """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm multiplied in."""
     return torch.cat(weights).mul_(norm_D).T
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Tokens as rows, as `CompiledDecoder.run` wants them: those of a sequence together, in order.
+
+    int64: slots_T; positions_T, tokens before each in its sequence; places_T, the row of the result that is
+    to hold what comes of it (-1: nobody asks). starts: first row of every sequence, and the number of rows.
+    """
+
+    slots_T: Tensor
+    positions_T: Tensor
+    places_T: Tensor
+    starts: Sequence[int]
+    results: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], rows: Sequence[int]) -> TokenRows:
+        """rows: those that are asked for, in the order of the result."""
+        lengths = [part.stop - part.start for part in parts]
+        starts = [0, *accumulate(lengths)]
+        slots = torch.tensor([part.sample.slot for part in parts])
+        positions = [torch.arange(part.start, part.stop) for part in parts]
+        # Results are computed only where somebody asks: the last layer skips the other rows.
+        places_T = torch.full((starts[-1],), -1)
+        places_T[list(rows)] = torch.arange(len(rows))
+        slots_T = slots.repeat_interleave(torch.tensor(lengths))
+        return cls(slots_T, torch.cat(positions), places_T, starts, len(rows))
 
 
 class CompiledDecoder:

@@ -18,36 +18,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from earlyfusion.kernels.attention.tiles import FIRST_TILE
 from earlyfusion.model.engine.cache import Pools, PrefixCache
-from earlyfusion.model.engine.images import ImageMemory
 from earlyfusion.model.engine.requests import (
     Completion,
     EngineFull,
     Event,
     Handle,
+    PausedRequest,
     PausedSample,
     Request,
     RequestError,
     Score,
     ScoreRequest,
 )
-from earlyfusion.model.engine.runner import Runner
+from earlyfusion.model.engine.runner import Runner, exact_rows
 from earlyfusion.model.engine.scheduler import Part, Scheduler
 from earlyfusion.model.engine.score import Scorer
-from earlyfusion.model.engine.state import WRITTEN, Decodes, RequestState, Sample, new_state, token_rules
-from earlyfusion.model.engine.transfer import PausedRequest, narrow
+from earlyfusion.model.engine.state import (
+    TOGETHER,
+    WRITTEN,
+    ImageMemory,
+    RequestState,
+    Sample,
+    new_state,
+    token_rules,
+)
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
 
 TakeRouting = Callable[[], Tensor]
 """Of `recording_routing`: experts [T, L, J] chosen since the last call."""
-Policy = Literal["keep", "reprefill"]
 RUN_AHEAD = 16
 """Tokens that a sample may get on the device before the host looks at them."""
 
@@ -58,13 +65,13 @@ class Engine:
     max_slots: samples at once. max_pages: pages of `page_size` tokens (None: 1,024 tokens a slot).
     prefill_chunk: most prompt tokens read in one step. max_waiting: length of the waiting line. prefix_cache:
     checkpoints kept (0: none), every `checkpoint_every` tokens of a prompt. image_cache: pictures whose
-    features are kept. version: of the weights. run_ahead: see `_steps_ahead`.
+    features are kept. run_ahead: see `_steps_ahead`.
     """
 
     def __init__(
         self,
         model: NativeFusion,
-        tokenizer: Decodes | None = None,
+        tokenizer: Any = None,
         *,
         max_slots: int = 16,
         max_pages: int | None = None,
@@ -74,7 +81,6 @@ class Engine:
         prefix_cache: int = 0,
         checkpoint_every: int = 512,
         image_cache: int = 256,
-        version: int = 0,
         run_ahead: int = RUN_AHEAD,
     ) -> None:
         if max_slots < 1 or prefill_chunk < 4:
@@ -84,15 +90,15 @@ class Engine:
 
         self.model, self.tokenizer = model, tokenizer
         self.max_waiting, self.run_ahead = max_waiting, run_ahead
-        self.rules, self.has_moe = token_rules(model, tokenizer), bool(moe_layers(model))
+        self.rules = token_rules(model, tokenizer)
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         # Checkpoints of the prefix cache live in slots of their own, beside those of samples.
         slots, like = max_slots + prefix_cache, model.decoder.norm.weight
         self.pools = Pools.allocate(model.config.text, slots, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
-        self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk, version)
+        self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
-        self.images = ImageMemory(model, image_cache)
+        self.images = ImageMemory(model, image_cache, 0 if exact_rows(model.device) else TOGETHER)
 
     # ---- requests
 
@@ -127,7 +133,7 @@ class Engine:
             raise EngineFull(self.max_waiting)
         if request.id in self.scheduler.states:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
-        if request.capture_routing and not self.has_moe:
+        if request.capture_routing and not moe_layers(self.model):
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
         state = new_state(request, self.rules)
         state.borders = self.prefix.borders(len(state.ids))
@@ -140,7 +146,8 @@ class Engine:
             self.pools.check(paused.state, paused.length)
         except ValueError as error:
             raise RequestError(str(error)) from None
-        sample.keep_state(paused)
+        sample.saved, sample.length = paused.state, paused.length
+        sample.routing = [] if paused.routing is None else [paused.routing]
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its unfinished samples complete as "cancelled" (in the next step's events).
@@ -206,9 +213,9 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("score() needs an idle engine: other requests are unfinished")
-        scorer = Scorer(self.scheduler, self.runner, self.rules, states, banned_ids)
+        scorer = Scorer(self.scheduler, self.runner, self.rules, self._begin, states, banned_ids)
         with self._inference():
-            return scorer.score(requests, self._begin)
+            return scorer.score(requests)
 
     def logits(self, states: Tensor) -> Tensor:
         """Next-token logits [R, V] of hidden states [R, D], a row's bits independent of the others."""
@@ -250,23 +257,20 @@ class Engine:
     @contextmanager
     def _inference(self) -> Iterator[None]:
         was_training = self.model.training
-        if was_training:
-            self.model.eval()
+        self.model.eval()
         try:
             # inference_mode is the quicker one, but the modules cache
             # tensors that a later training step may meet.
             with torch.inference_mode() if self.runner.compiled is not None else torch.no_grad():
                 yield
         finally:
-            if was_training:
-                self.model.train()
+            self.model.train(was_training)
 
     def _begin(self) -> None:
         """Give slots to what waits: encode pictures, seat the samples whose state was put back."""
         states = self.scheduler.admit()
-        if states:
-            self.images.attach(states)
-            self.runner.seat([each for each in self.scheduler.running if each.parent in states])
+        self.images.attach(states)
+        self.runner.seat([each for each in self.scheduler.running if each.parent in states])
 
     def _decode(self, running: list[Sample], take: TakeRouting | None) -> Tensor:
         """One token for every running sample (with graphs, several): [steps, 3, N]."""
@@ -282,9 +286,14 @@ class Engine:
 
         chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
         if take is not None:
-            for sample, row in zip(running, narrow(take().cpu().numpy())):
+            for sample, row in zip(running, self._experts(take)):
                 sample.routing.append(row[None])
         return chosen_K3N
+
+    def _experts(self, take: TakeRouting) -> np.ndarray:
+        """What was chosen since the last call, in the smallest type that holds the ids of all experts."""
+        kind = torch.uint8 if self.model.config.text.num_experts <= 256 else torch.uint16
+        return take().to(kind).cpu().numpy()
 
     def _steps_ahead(self, running: Sequence[Sample]) -> int:
         """Steps that the device takes before the host looks at what was chosen.
@@ -311,8 +320,8 @@ class Engine:
                 ends.append(sum(lengths) - 1)
         hidden_ND = self.runner.read(parts, ends)
         if take is not None:
-            for part, routing in zip(parts, take().cpu()[: sum(lengths)].split(lengths)):
-                part.sample.routing.append(narrow(routing.numpy()))
+            for part, routing in zip(parts, np.split(self._experts(take), np.cumsum(lengths))):
+                part.sample.routing.append(routing)
 
         # Those begin that have read to their end; a group starts from one hidden state.
         starting: list[Sample] = []
@@ -352,13 +361,11 @@ class Engine:
         finished = list(state.handle.completions)
         return PausedRequest(state.request, samples, finished, scheduler.version, state.cached_tokens)
 
-    def resume(self, paused: PausedRequest, keep_state: bool = True) -> Handle:
-        """Go on with a paused request, here or elsewhere.
+    def resume(self, paused: PausedRequest) -> Handle:
+        """Go on with a paused request, here or elsewhere; after a weight swap the continuation is of mixed
+        versions. Samples that had not begun to decode read their prompt again.
 
-        keep_state: put the exported state back (after a weight swap: a continuation of mixed versions);
-        False: read prompt and generated tokens again with the weights of today. Samples without state read
-        again in any case. What was chosen stands in `Completion.resumes` and `stats()`. Raises RequestError
-        or EngineFull as `submit`, and RequestError for a state of another model.
+        Raises RequestError or EngineFull as `submit`, and RequestError for a state of another model.
         """
         state = self._new_state(paused.request)
         by_index = {sample.index: sample for sample in paused.samples}
@@ -377,27 +384,19 @@ class Engine:
                 setattr(sample, name, list(getattr(before, name)))
             for token in sample.ids:
                 sample.stream.push([token])
-            policy: Policy = "reprefill"
-            if keep_state and before.state:
-                policy = "keep"
+            if before.state:
                 self._keep_state(sample, before)
-            self._log_resume(sample, policy)
         self.scheduler.submit(state)
         return state.handle
 
-    def _log_resume(self, sample: Sample, policy: Policy) -> None:
-        sample.resumes.append(f"{policy}@{self.scheduler.version}")
-        self.scheduler.counts[f"resumed_{policy}"] += 1
-
     @torch.no_grad()
-    def load_weights(self, state_dict: Mapping[str, Tensor], version: int, paused: Policy = "keep") -> None:
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights into the model between two steps; tokens from here on carry `version`.
 
-        paused: what becomes of unfinished requests, as in `resume`: "keep" goes on from states of the old
-        weights, "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises
-        ValueError, with nothing changed, for names or shapes that are not the model's.
+        Unfinished requests go on from the states of the old weights. Prefix cache and image features are
+        forgotten. Raises ValueError, with nothing changed, for names or shapes that are not the model's.
         """
-        own, scheduler = self.model.state_dict(), self.scheduler
+        own = self.model.state_dict()
         wrong = sorted(set(own) ^ set(state_dict))
         wrong += [name for name in own if name not in wrong and own[name].shape != state_dict[name].shape]
         if wrong:
@@ -407,22 +406,10 @@ class Engine:
         # In place: captured graphs and the optimizer hold these very tensors.
         for name, tensor in own.items():
             tensor.copy_(state_dict[name])
-        scheduler.version = version
+        self.scheduler.version = version
         self.runner.refresh()
         self.prefix.clear()
-        self.images.clear()
-
-        # What was read with the old weights goes on from there, or is read again, first in line.
-        for state in reversed(list(scheduler.states.values())):
-            begun = [sample for sample in state.alive if sample.length or sample in scheduler.reading]
-            for sample in begun:
-                self._log_resume(sample, paused)
-            if paused == "reprefill" and begun:
-                scheduler.withdraw(state)
-                for sample in state.alive:
-                    sample.saved, sample.length, sample.routing = None, 0, []
-                state.cached_tokens = 0
-                scheduler.waiting.appendleft(state)
+        self.images.features.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""

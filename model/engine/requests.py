@@ -15,11 +15,15 @@ Shapes: n tokens of a prompt, P patches, V vocabulary, L sparse layers, J chosen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
@@ -204,9 +208,6 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     routing: np.ndarray | None = None
-    resumes: list[str] = field(default_factory=list)
-    """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the
-    version of the weights that went on."""
 
 
 @dataclass
@@ -219,10 +220,82 @@ class PausedSample:
     logprobs: list[float]
     logprobs1: list[float]
     versions: list[int]
-    resumes: list[str]
     length: int
     state: dict[str, Tensor] = field(default_factory=dict)
     routing: np.ndarray | None = None
+
+
+FORMAT = "earlyfusion-paused-3"
+TENSOR = "tensor"
+"""The only field of an object that stands in the JSON for the tensor of that name."""
+
+
+@dataclass
+class PausedRequest:
+    """A request outside an engine, with its unfinished samples and the completions of the finished ones.
+    version: of the engine's weights when it was paused.
+
+    It carries everything a continuation depends on: the prompt with its pictures, the sampling options, what
+    was generated with log-probabilities and the weight version of every token, the KDA state and the MLA
+    latents. Nothing is pickled.
+    """
+
+    # Plain data: any process with the same model can go on with it.
+    request: Request
+    samples: list[PausedSample]
+    finished: list[Completion]
+    version: int
+    cached_tokens: int = 0
+
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """(JSON in UTF-8, safetensors)."""
+        # Tensors are numbered as they are met; the JSON says where each belongs.
+        tensors: dict[str, Tensor] = {}
+
+        def plain(value: Any) -> Any:
+            """What JSON cannot hold: tensors go beside it, objects become their fields."""
+            if isinstance(value, Tensor | np.ndarray):
+                name = str(len(tensors))
+                tensors[name] = torch.as_tensor(value).cpu().contiguous()
+                return {TENSOR: name}
+            return vars(value)
+
+        # Any document will do as a prompt; what comes back is a TokenPrompt.
+        prompt = self.request.prompt
+        document = {
+            "ids": torch.as_tensor(prompt.ids).long(),
+            "patches": prompt.patches,
+            "grids": prompt.grids,
+            "media_positions": torch.as_tensor(prompt.media_positions).tolist(),
+        }
+        facts = {**vars(self), "format": FORMAT, "request": {**vars(self.request), "prompt": document}}
+        return json.dumps(facts, default=plain).encode(), save(tensors)
+
+    @classmethod
+    def from_bytes(cls, facts: bytes, tensors: bytes) -> PausedRequest:
+        """The reverse of `to_bytes`. Raises RequestError for anything else."""
+        try:
+            # Nothing here runs what it reads: JSON, safetensors, and constructors that check.
+            found = load(tensors)
+
+            def whole(fields: dict[str, Any]) -> Any:
+                return found[fields[TENSOR]] if TENSOR in fields else fields
+
+            known = json.loads(facts, object_hook=whole)
+            if known.pop("format", None) != FORMAT:
+                raise ValueError(f"expected the format {FORMAT!r}")
+            request = known["request"]
+            prompt = TokenPrompt(**request["prompt"])
+            prompt = replace(prompt, grids=tuple(map(tuple, prompt.grids)))
+            request |= {"prompt": prompt, "params": SamplingParams(**request["params"])}
+            for entry in [*known["samples"], *known["finished"]]:
+                if entry["routing"] is not None:
+                    entry["routing"] = entry["routing"].numpy()
+            known["samples"] = [PausedSample(**sample) for sample in known["samples"]]
+            known["finished"] = [Completion(**completion) for completion in known["finished"]]
+            return cls(**{**known, "request": Request(**request)})
+        except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise RequestError(f"not a paused request: {type(error).__name__}: {error}") from None
 
 
 @dataclass(slots=True)

@@ -5,7 +5,15 @@ noise key), so a decode step needs from the host only which slots take part. The
 modules of model/ over the pools, on any device, and kernels/cpu, compiled (cpu.py). On CUDA a decode step of
 the modules is captured as a graph, one for each bucket of rows, key positions and sampling needs.
 
-Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, V vocabulary, L key positions.
+Rows of a step come in multiples of ROWS where results are to be exact. On a CPU a matrix product of one, two
+or three rows sums in another order than one of more, and an elementwise operation treats what is left over
+after whole vectors (32 numbers) by other code. With ROWS rows at least, and widths that are multiples of 4
+(heads, hidden size, vocabulary), a row's bits do not depend on how many rows there are or where it stands:
+the engine gives bit-equal results whatever the batch (tests/model/test_engine_invariance.py). Where
+kernels/cpu is compiled, it promises that by itself for any rows and widths.
+
+Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, D hidden, V vocabulary, L key
+positions, W queries per sequence.
 """
 
 from __future__ import annotations
@@ -22,18 +30,28 @@ from earlyfusion.kernels.attention.tiles import FIRST_TILE, tiles
 from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CachePlan, KdaSlots, Past
-from earlyfusion.model.engine.batch import ROWS, TokenRows, embed, exact_rows, prefill_plan, whole_rows
 from earlyfusion.model.engine.cache import Pools
-from earlyfusion.model.engine.cpu import CompiledDecoder, can_compile
+from earlyfusion.model.engine.cpu import CompiledDecoder, TokenRows, can_compile
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.scheduler import Part
 from earlyfusion.model.engine.state import STOPS, Sample
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.moe import moe_layers
 
 NO_STOP = -1
 """An id that no token has."""
+ROWS = 8
+
+
+def exact_rows(device: torch.device) -> bool:
+    """Whether a request's bits are kept independent of its neighbours: on a CPU. On a GPU quicker passes
+    over several requests are worth more."""
+    return device.type == "cpu"
+
+
+def whole_rows(rows: int) -> int:
+    """`rows` rounded up to a multiple of ROWS."""
+    return -(-rows // ROWS) * ROWS
 
 
 class Runner:
@@ -43,7 +61,7 @@ class Runner:
         self, model: NativeFusion, pools: Pools, banned_ids: Sequence[int], table_pages: int
     ) -> None:
         self.model, self.pools = model, pools
-        self.device = model.decoder.embed_tokens.weight.device
+        self.device = model.device
         self.banned = torch.tensor(sorted(banned_ids), dtype=torch.long, device=self.device)
 
         # What the device knows of the sequence in each slot; columns, so that one copy tells all of it.
@@ -66,18 +84,15 @@ class Runner:
         if self.compiled is not None:
             self.compiled.refresh()
         for layer, memory in zip(self.model.decoder.layers, self.pools.layers):
-            mixer = layer.self_attn
-            if isinstance(memory, KdaSlots) and isinstance(mixer, KimiDeltaAttention) and memory.joined:
+            if isinstance(memory, KdaSlots) and memory.joined:
                 # Into the same storage: a captured graph points at it.
-                for old, new in zip(memory.joined, mixer.joined_weights()):
+                for old, new in zip(memory.joined, layer.self_attn.joined_weights()):
                     old.copy_(new)
 
     # ---- what the device knows
 
     def seat(self, samples: Sequence[Sample]) -> None:
         """Tell the device about samples that begin to decode: their last tokens are known and not yet fed."""
-        if not samples:
-            return
         slots, facts, options = [], [], []
         for each in samples:
             state, params = each.parent, each.parent.request.params
@@ -86,21 +101,21 @@ class Runner:
             slots.append(each.slot)
             facts.append([last, each.length, len(each.ids), each.key, params.max_new_tokens, *stops])
             options.append([params.temperature, params.top_p, params.min_p])
-        slots_N = torch.tensor(slots).to(self.device)
-        self.facts_SF.index_copy_(0, slots_N, torch.tensor(facts).to(self.device))
-        self.options_S3.index_copy_(0, slots_N, torch.tensor(options, dtype=torch.float32).to(self.device))
-        self.ended_S.index_fill_(0, slots_N, False)
-        self.page_tables(samples)
-        self._batch = None
+        if slots:
+            slots_N = torch.tensor(slots).to(self.device)
+            self.facts_SF[slots_N] = torch.tensor(facts).to(self.device)
+            self.options_S3[slots_N] = torch.tensor(options, dtype=torch.float32).to(self.device)
+            self.ended_S.index_fill_(0, slots_N, False)
+            self.page_tables(samples)
+            self._batch = None
 
     def page_tables(self, samples: Sequence[Sample]) -> None:
         """The samples' pages have changed."""
-        if not samples:
-            return
-        width = max(len(each.pages) for each in samples)
+        width = max((len(each.pages) for each in samples), default=0)
         rows = [[each.slot, *each.pages, *[0] * (width - len(each.pages))] for each in samples]
-        table = torch.tensor(rows).to(self.device)
-        self.table_SP[:, :width].index_copy_(0, table[:, 0], table[:, 1:])
+        if rows:
+            table = torch.tensor(rows).to(self.device)
+            self.table_SP[:, :width].index_copy_(0, table[:, 0], table[:, 1:])
 
     # ---- decode
 
@@ -131,34 +146,35 @@ class Runner:
         self, slots_B: Tensor, length: int, needs: Needs, banned: Tensor, live: int | None = None
     ) -> Tensor:
         """One token for the sequences in these slots, all on the device: [3, B], as `sampler.choose` returns
-        it. length, live: see `decode_logits`."""
-        logits_BV = self.decode_logits(slots_B, length, live)
-        chosen = self._choose(logits_BV, slots_B, needs, banned)
-        self.length_S[slots_B] += 1
-        self.length_S[:1].zero_()  # padding rows stay at the beginning of page 0
-        return chosen
-
-    def decode_logits(self, slots_B: Tensor, length: int, live: int | None = None) -> Tensor:
-        """Logits [B, V] after each slot's last token, of which the first `live` are real; keys up to `length`
-        positions are looked at."""
+        it. length: key positions that are looked at. live: rows that are real; None: all."""
         x_BD = self.model.decoder.embed_tokens(self.last_S[slots_B])
         last_B, rows = self.length_S[slots_B], len(slots_B)
         if self.compiled is not None:
-            count = rows if live is None else live
-            about = TokenRows(slots_B, last_B, torch.arange(rows), range(count + 1), rows)
-            return self.compiled.logits(self.compiled.run(x_BD, about, self.table_SP))
-
-        # Everything on the device: no value of a tensor is looked at. The last tile of keys may reach past
-        # the longest sequence there can be.
-        size = self.pools.page_size
-        pages = tiles(length)[-1][1] // size
-        pages_BP = self.table_SP[slots_B, :pages]
-        pages_BP = F.pad(pages_BP, (0, pages - pages_BP.shape[1]))
-        page_B = pages_BP.gather(1, (last_B // size).unsqueeze(1)).squeeze(1)
-        plan = CachePlan(
-            False, slots_B, page_B * size + last_B % size, pages_BP, last_B.unsqueeze(1), live=live
-        )
-        return self.model.logits(self.model.decoder(x_BD, _singles(rows), self._past(plan)))
+            starts = range((rows if live is None else live) + 1)
+            about = TokenRows(slots_B, last_B, torch.arange(rows), starts, rows)
+            hidden_BD = self.compiled.run(x_BD, about, self.table_SP)
+        else:
+            # Everything on the device: no value of a tensor is looked at. The last tile of keys may reach
+            # past the longest sequence there can be.
+            size = self.pools.page_size
+            pages = tiles(length)[-1][1] // size
+            pages_BP = self.table_SP[slots_B, :pages]
+            pages_BP = F.pad(pages_BP, (0, pages - pages_BP.shape[1]))
+            page_B = pages_BP.gather(1, (last_B // size).unsqueeze(1)).squeeze(1)
+            plan = CachePlan(
+                fresh=False,
+                slots_N=slots_B,
+                rows_T=page_B * size + last_B % size,
+                pages_NP=pages_BP,
+                last_NW=last_B.unsqueeze(1),
+                live=live,
+            )
+            hidden_BD = self.model.decoder(x_BD, _singles(rows), self._past(plan))
+        head = self.compiled or self.model
+        chosen = self._choose(head.logits(hidden_BD), slots_B, needs, banned)
+        self.length_S[slots_B] += 1
+        self.length_S[:1].zero_()  # padding rows stay at the beginning of page 0
+        return chosen
 
     def _past(self, plan: CachePlan) -> list[Past[Any]]:
         return [Past(memory, plan) for memory in self.pools.layers]
@@ -195,12 +211,13 @@ class Runner:
 
     def banned_for(self, samples: Sequence[Sample], total: int) -> Tensor:
         """The common ids, or where a request bans others a mask per row, filled up to `total`."""
-        if all(sample.parent.banned_V is None for sample in samples):
+        masks = [each.parent.banned_V for each in samples]
+        if all(mask is None for mask in masks):
             return self.banned
         common_V = torch.zeros(len(self.model.decoder.head_weight()), dtype=torch.bool)
         common_V[self.banned.cpu()] = True
-        masks = [common_V if each.parent.banned_V is None else each.parent.banned_V for each in samples]
-        return torch.stack(masks + [common_V] * (total - len(masks))).to(self.device)
+        masks += [None] * (total - len(masks))
+        return torch.stack([common_V if mask is None else mask for mask in masks]).to(self.device)
 
     # ---- prefill
 
@@ -210,11 +227,30 @@ class Runner:
         if self.compiled is not None:
             self.page_tables([part.sample for part in parts])
             about = TokenRows.of(parts, rows)
-            return self.compiled.run(embed(parts, about.starts[-1], self.model), about, self.table_SP)
+            return self.compiled.run(self.embed(parts, about.starts[-1]), about, self.table_SP)
         segments, plan = prefill_plan(parts, self.pools, self.device)
-        x_TD = embed(parts, segments.total, self.model)
-        hidden_TD = self.model.decoder(x_TD, segments, self._past(plan))
+        hidden_TD = self.model.decoder(self.embed(parts, segments.total), segments, self._past(plan))
         return hidden_TD[torch.tensor(rows, dtype=torch.long, device=self.device)]
+
+    def embed(self, parts: Sequence[Part], total: int) -> Tensor:
+        """Embeddings of the parts' tokens with image features in their places, filled up to `total` rows."""
+        ids: list[int] = []
+        places: list[int] = []
+        features: list[Tensor] = []
+        for part in parts:
+            state, offset = part.sample.parent, len(ids) - part.start
+            ids += part.sample.tokens(part.start, part.stop)
+            inside = [i for i, place in enumerate(state.media_positions) if part.start <= place < part.stop]
+            if inside and state.features is not None:
+                places += [state.media_positions[i] + offset for i in inside]
+                features.append(state.features[inside])
+        # Filler tokens stand on slot 0, which nobody reads.
+        ids += [0] * (total - len(ids))
+        x_TD = self.model.decoder.embed_tokens(torch.tensor(ids).to(self.device))
+        if features:
+            at = torch.tensor(places).to(self.device)
+            x_TD = x_TD.index_copy(0, at, torch.cat(features).to(x_TD.dtype))
+        return x_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Next-token logits [R, V], a row's bits independent of the others."""
@@ -249,6 +285,48 @@ def needs_of(samples: Sequence[Sample]) -> Needs:
 def _singles(rows: int) -> Segments:
     """Segments of one token each, made once per number of rows."""
     return Segments((1,) * rows)
+
+
+def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> tuple[Segments, CachePlan]:
+    """Segments and plan of a prefill; a filler document on slot 0 makes the rows a multiple of ROWS."""
+    spans = [(part.sample.slot, part.sample.pages, part.start, part.stop) for part in parts]
+    total = sum(part.stop - part.start for part in parts)
+    missing = whole_rows(total) - total
+    if missing:
+        first = min(1, parts[0].start)  # all start at 0, or none does
+        spans.append((0, [0], first, first + missing))
+
+    # Without a past, attention can run as in training. Where results are exact it takes the cached way, whose
+    # bits do not depend on which prompts are read together.
+    fresh = not exact_rows(device) and parts[0].start == 0
+    lengths = [stop - start for _, _, start, stop in spans]
+    # Queries in whole multiples of 32: few different shapes, and whole vectors on a CPU.
+    width = -(-max(lengths) // 32) * 32
+    pages = tiles(max(stop for *_, stop in spans))[-1][1] // pools.page_size
+    rows, places, last, tables, past = [], [], [], [], []
+    for row, (_, table, start, stop) in enumerate(spans):
+        # Filler may be longer than its one page; it wraps around, since nobody reads it.
+        known = pools.rows(table, len(table) * pools.page_size)
+        rows.append(known[torch.arange(start, stop) % len(known)])
+        past.append(known[torch.arange(stop) % len(known)])
+        places.append(row * width + torch.arange(stop - start))
+        last.append((torch.arange(width) + start).clamp(max=stop - 1))
+        table = table[: pools.pages_for(stop)]
+        tables.append(F.pad(torch.tensor(table), (0, pages - len(table))))
+
+    packed = None
+    if not fresh and has_kernel("attention_append", device):
+        packed = (Segments(tuple(map(len, past))), torch.cat(past).to(device))
+    plan = CachePlan(
+        fresh=fresh,
+        slots_N=torch.tensor([slot for slot, *_ in spans]).to(device),
+        rows_T=torch.cat(rows).to(device),
+        pages_NP=torch.stack(tables).to(device),
+        last_NW=torch.stack(last).to(device),
+        places_T=torch.cat(places).to(device),
+        past=packed,
+    )
+    return Segments(tuple(lengths)), plan
 
 
 # ---- CUDA graphs

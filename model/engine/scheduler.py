@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from earlyfusion.model.engine.cache import Pools, PrefixCache
 from earlyfusion.model.engine.requests import Completion, Event, FinishReason, RequestError, Token
@@ -40,11 +41,10 @@ class Scheduler:
     now.
     """
 
-    def __init__(
-        self, pools: Pools, prefix: PrefixCache, max_slots: int, chunk: int, version: int = 0
-    ) -> None:
+    version = 0
+
+    def __init__(self, pools: Pools, prefix: PrefixCache, max_slots: int, chunk: int) -> None:
         self.pools, self.prefix, self.max_slots, self.chunk = pools, prefix, max_slots, chunk
-        self.version = version
         self.states: dict[str, RequestState] = {}
         self.waiting: deque[RequestState] = deque()
         self.reading: list[Sample] = []
@@ -53,17 +53,12 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
 
     @property
-    def active(self) -> int:
-        """Slots that samples hold or will be forked into."""
-        return sum(1 + len(sample.siblings) for sample in [*self.reading, *self.running])
-
-    @property
-    def reserved(self) -> int:
-        """Pages promised to admitted samples and not yet taken."""
-        promised = 0
+    def seated(self) -> list[Sample]:
+        """Samples that hold a slot, and those that will be forked from them."""
+        found: list[Sample] = []
         for sample in [*self.reading, *self.running]:
-            promised += sample.reserved + sum(each.reserved for each in sample.siblings)
-        return promised
+            found += [sample, *sample.siblings]
+        return found
 
     # ---- admission
 
@@ -104,7 +99,7 @@ class Scheduler:
     def admit(self) -> list[RequestState]:
         """Give slots and pages to as many waiting requests as fit, in order."""
         admitted: list[RequestState] = []
-        while self.waiting and self.active + len(self.waiting[0].alive) <= self.max_slots:
+        while self.waiting and len(self.seated) + len(self.waiting[0].alive) <= self.max_slots:
             if not self._admit(self.waiting[0]):
                 break
             admitted.append(self.waiting.popleft())
@@ -115,7 +110,7 @@ class Scheduler:
         fresh = [sample for sample in state.alive if sample.saved is None]
         hit, cached = None, 0
         if fresh and state.hits and not state.request.capture_routing:  # routing of cached tokens is unknown
-            hit = self.prefix.find(state.key_ids, state.hits[-1], state.hits[0])
+            hit = self.prefix.find(state.key_ids, state.hits)
         if hit is not None:
             cached = hit.length
             self.pools.share(hit.pages)  # pinned before anything is evicted
@@ -124,40 +119,42 @@ class Scheduler:
         # its pages are in use by now, and its slot is still to be copied.
         shares = list(self._shares(state, cached))
         needed = self.reserved + sum(pages for _, pages in shares)
-        while len(self.pools.free_pages) < needed and len(self.prefix) > (hit is not None):
+        while len(self.pools.free_pages) < needed and len(self.prefix.entries) > (hit is not None):
             self.prefix.evict_one()
         if len(self.pools.free_pages) < needed:
-            if hit is not None:
-                self.pools.release(hit.pages)
+            self.pools.release(hit.pages if hit is not None else ())
             return False
 
         # One sample reads the prompt for all; the others are forked from it. Saved ones go on by themselves.
         for sample, pages in shares:
             sample.reserved = pages
             if sample.saved is not None:
-                self._put_back(sample)
+                self._put_back(sample, sample.saved)
         if fresh:
             lead = fresh[0]
             lead.siblings, lead.slot = fresh[1:], self.pools.take_slot()
             if hit is not None:
                 self.pools.copy_slot(hit.slot, [lead.slot])
                 lead.pages, lead.length, state.cached_tokens = list(hit.pages), cached, cached
-                self.prefix.hits += 1
-                self.prefix.hit_tokens += cached
+                self.counts["prefix_hits"] += 1
+                self.counts["prefix_hit_tokens"] += cached
             self.reading.append(lead)
         return True
 
-    def _put_back(self, sample: Sample) -> None:
+    def _put_back(self, sample: Sample, saved: dict[str, Tensor]) -> None:
         """Restore the exported state of a resumed sample."""
-        assert sample.saved is not None
-        sample.slot = self.pools.take_slot()
+        sample.slot, sample.saved = self.pools.take_slot(), None
         self.make_room(sample, sample.length)
-        self.pools.restore(sample.saved, sample.slot, sample.pages, sample.length)
-        sample.saved = None
+        self.pools.restore(saved, sample.slot, sample.pages, sample.length)
         if sample.length < sample.context - 1:  # a prompt that goes on where another sample stopped
             self.reading.append(sample)
         else:
             self.run(sample)
+
+    @property
+    def reserved(self) -> int:
+        """Pages promised to admitted samples and not yet taken."""
+        return sum(sample.reserved for sample in self.seated)
 
     # ---- slots and pages
 
@@ -187,8 +184,6 @@ class Scheduler:
                 line.remove(sample)
         self.pools.release(sample.pages)
         self.pools.free_slot(sample.slot)
-        for each in sample.siblings:
-            each.reserved = 0
         sample.siblings, sample.pages, sample.slot, sample.length, sample.reserved = [], [], 0, 0, 0
 
     def withdraw(self, state: RequestState) -> None:
@@ -277,27 +272,25 @@ class Scheduler:
         """(how many of these tokens belong to the sample, why it ends with them, text that became
         certain)."""
         # At most the tokens it may still get, up to the first that stops it.
-        state, stream, text = sample.parent, sample.stream, ""
-        ids = ids[: sample.left]
-        count = len(ids)
+        stream, text = sample.stream, ""
+        reason: FinishReason | None = None
+        shown = ids = ids[: sample.left]
         for place, token in enumerate(ids):
-            if token in state.stop_ids:
-                count = place + 1
+            if token in sample.parent.stop_ids:
+                shown, ids, reason = ids[:place], ids[: place + 1], "stop"
                 break
-        stopped = count > 0 and ids[count - 1] in state.stop_ids
+        if reason is None and len(ids) == sample.left:
+            reason = "length"
 
         # A stop string may end it earlier; without one, and without a reader, text can wait.
-        shown = ids[: count - stopped]
-        if not state.request.pieces and not stream.stop:
+        if not sample.parent.request.pieces and not stream.stop:
             stream.ids += shown
-        else:
-            for place, token in enumerate(shown):
-                text += stream.push([token])
-                if stream.stopped:
-                    return place + 1, "stop", text
-        if stopped:
-            return count, "stop", text
-        return count, "length" if count == sample.left else None, text
+            return len(ids), reason, ""
+        for place, token in enumerate(shown):
+            text += stream.push([token])
+            if stream.stopped:
+                return place + 1, "stop", text
+        return len(ids), reason, text
 
     def finish(
         self, sample: Sample, reason: FinishReason, text: str = "", tokens: tuple[Token, ...] = ()
@@ -314,8 +307,7 @@ class Scheduler:
             if request.keep_state and reason == "stop":
                 left = sample.paused(self.pools.export(sample.slot, sample.pages, sample.length))
             if reason != "cancelled":
-                generated = np.array(sample.ids, dtype=np.int64)
-                known = np.concatenate([state.key_ids, generated])
+                known = np.concatenate([state.key_ids, np.array(sample.ids, dtype=np.int64)])
                 self.prefix.insert(known, sample.length, sample.slot, sample.pages)
             self.release(sample)
 
@@ -352,10 +344,8 @@ class Scheduler:
             pages=self.pools.num_pages,
             free_pages=len(self.pools.free_pages),
             reserved_pages=self.reserved,
-            prefix_checkpoints=len(self.prefix),
+            prefix_checkpoints=len(self.prefix.entries),
             prefix_pages=len(self.prefix.pages),
-            prefix_hits=self.prefix.hits,
-            prefix_hit_tokens=self.prefix.hit_tokens,
             prefix_evictions=self.prefix.evictions,
         )
         return stats

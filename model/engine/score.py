@@ -28,61 +28,55 @@ Judged = tuple[Score, list[int]]
 
 
 class Scorer:
-    """One call of `Engine.score`; see there."""
+    """One call of `Engine.score`; see there. begin: admits what waits."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         rules: TokenRules,
+        begin: Callable[[], None],
         keep_states: bool,
         banned_ids: Sequence[int],
     ) -> None:
-        self.scheduler, self.runner, self.rules, self.keep_states = scheduler, runner, rules, keep_states
+        self.scheduler, self.runner, self.rules = scheduler, runner, rules
+        self.begin, self.keep_states = begin, keep_states
         self.banned = torch.tensor(sorted(banned_ids), dtype=torch.long, device=runner.device)
         # Of every request on its way: what it judges, those first that its samples read on with.
         self.judged: dict[RequestState, list[Judged]] = {}
 
-    def score(self, requests: Sequence[ScoreRequest], begin: Callable[[], None]) -> list[list[Score]]:
-        """begin: admits what waits."""
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[Score]]:
         scores: list[list[Score]] = []
-        alone: list[RequestState] = []
-        sharing: dict[bytes, list[RequestState]] = defaultdict(list)
+        groups: dict[bytes, list[RequestState]] = defaultdict(list)
         for number, request in enumerate(requests):
             scores.append([Score() for _ in request.continuations])
             for state in self._states(f"score {number}", request, scores[-1]):
                 self.scheduler.check(state)
-                if state.borders:
-                    sharing[state.key_ids[: state.borders[0]].tobytes()].append(state)
-                else:
-                    alone.append(state)
+                # By the beginning they share; "" where there is none.
+                groups[state.key_ids[: sum(state.borders)].tobytes()].append(state)
 
         # The first of a group leaves the common beginning behind; as many groups at once as can be kept.
-        self._run(alone, begin)
-        groups, most = list(sharing.values()), max(1, self.scheduler.prefix.limit)
-        for start in range(0, len(groups), most):
-            some = groups[start : start + most]
-            self._run([group[0] for group in some], begin)
-            self._run([state for group in some for state in group[1:]], begin)
+        self._run(groups.pop(b"", []))
+        sharing, most = list(groups.values()), max(1, self.scheduler.prefix.limit)
+        for start in range(0, len(sharing), most):
+            some = sharing[start : start + most]
+            self._run([group[0] for group in some])
+            self._run([state for group in some for state in group[1:]])
         return scores
 
     def _states(self, name: str, request: ScoreRequest, scores: list[Score]) -> Iterator[RequestState]:
         """The request as states: several where more continuations are to be read than there are slots."""
-        longer: list[Judged] = []
-        single: list[Judged] = []
-        for score, tokens in zip(scores, request.continuations):
-            ids = [int(token) for token in tokens]
-            if ids and not 0 <= min(ids) <= max(ids) < self.rules.vocab_size:
+        judged = [(score, [int(id) for id in ids]) for score, ids in zip(scores, request.continuations)]
+        known = self.rules.config.text.vocab_size
+        for _, ids in judged:
+            if ids and not 0 <= min(ids) <= max(ids) < known:
                 raise RequestError(
-                    f"{name}: continuation ids must lie in 0..{self.rules.vocab_size - 1}, got"
-                    f" {min(ids)}..{max(ids)}"
+                    f"{name}: continuation ids must lie in 0..{known - 1}, got {min(ids)}..{max(ids)}"
                 )
-            if len(ids) > 1:
-                longer.append((score, ids))
-            elif ids:
-                single.append((score, ids))
 
         # A continuation of one token needs nothing but the state at the prompt's end.
+        longer = [(score, ids) for score, ids in judged if len(ids) > 1]
+        single = [(score, ids) for score, ids in judged if len(ids) == 1]
         most, size = self.scheduler.max_slots, self.scheduler.pools.page_size
         for start in range(0, max(1, len(longer)), most):
             read = longer[start : start + most]
@@ -92,23 +86,22 @@ class Scorer:
             state = new_state(Request(f"{name}, {start}", request.prompt, params), self.rules)
             for sample, (_, ids) in zip(state.samples, read):
                 sample.ids = ids[:-1]  # the last token is judged, never read
-            self.judged[state] = read + single
-            single = []
+            self.judged[state], single = read + single, []
 
-            shared = min(request.shared, len(state.ids) - 1) // size * size
             # A hit of any other length would move the chunk borders, and with them the last bits.
+            shared = min(request.shared, len(state.ids) - 1) // size * size
             state.hits = range(0)
             if shared > 0 and self.scheduler.prefix.limit:
                 state.borders, state.hits = [shared], range(shared, shared + 1)
             yield state
 
-    def _run(self, states: list[RequestState], begin: Callable[[], None]) -> None:
+    def _run(self, states: list[RequestState]) -> None:
         """Read all of them; longest first, so that those of a pass have about the same length."""
         scheduler = self.scheduler
         scheduler.waiting.extend(sorted(states, key=lambda each: sum(each.borders) - each.longest))
         try:
             while scheduler.waiting or scheduler.reading:
-                begin()
+                self.begin()
                 self._read(scheduler.next_parts())
         finally:  # an interrupt leaves an idle engine behind
             for state in states:
@@ -116,6 +109,7 @@ class Scorer:
 
     def _read(self, parts: list[Part]) -> None:
         """One pass: read the parts, judge what they choose, release the samples they complete."""
+        # Rows of other positions are computed for the state alone and never projected to the vocabulary.
         rows: list[int] = []
         tokens: list[tuple[int, Score, int]] = []  # place in `rows`, whose token, the token
         offset = 0
@@ -128,8 +122,6 @@ class Scorer:
                 judged, at = self.judged[state], position - last
                 for score, ids in judged if at == 0 else [judged[part.sample.index]]:
                     tokens.append((len(rows), score, ids[at]))
-                # Rows of other positions are computed for the state alone and never projected to the
-                # vocabulary.
                 rows.append(offset + position - part.start)
             offset += part.stop - part.start
 
@@ -151,12 +143,12 @@ class Scorer:
             best_R = logits_RV.index_fill(1, self.banned, float("-inf")).argmax(-1)
             likeliest += (best_R[at] == ids).tolist()
 
-        states: dict[Score, list[Tensor]] = defaultdict(list)
+        # Of every continuation the rows of this pass, joined once.
+        rows: dict[Score, list[int]] = defaultdict(list)
         for (row, score, _), logprob, best in zip(tokens, logprobs, likeliest):
             score.logprobs.append(logprob)
             score.likeliest.append(best)
-            if self.keep_states:
-                states[score].append(hidden_RD[row])
-        for score, chosen_by in states.items():
-            before = () if score.states is None else score.states
-            score.states = torch.stack([*before, *chosen_by])
+            rows[score].append(row)
+        for score, places in rows.items() if self.keep_states else ():
+            before = hidden_RD[:0] if score.states is None else score.states
+            score.states = torch.cat([before, hidden_RD[places]])

@@ -1,24 +1,26 @@
-"""What the engine keeps on the host about a request: its state (one per request), its samples, and their
-text.
+"""What the engine keeps on the host about a request: its state, its samples, their text, and the features of
+its pictures.
 
-Shapes: n tokens of a prompt, V vocabulary, L sparse layers, J chosen experts.
+Shapes: n tokens of a prompt, V vocabulary, L sparse layers, J chosen experts, M image features.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.engine.requests import Handle, PausedSample, Prompt, Request, RequestError
 from earlyfusion.model.engine.sampler import sequence_key
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.vision.patches import num_patches, num_tokens
+from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
 REPLACEMENT = "\ufffd"
 END_OF_MSG = "<|end_of_msg|>"
@@ -27,18 +29,10 @@ STOPS = 8
 """Stop ids of a sample that the device knows."""
 LONGEST_CHARACTER = 4
 """Tokens that may be waited for when a character's bytes are not complete (UTF-8 has at most four)."""
-WRITTEN = ("ids", "logprobs", "logprobs1", "versions", "resumes")
+WRITTEN = ("ids", "logprobs", "logprobs1", "versions")
 """What a sample, a paused sample and a completion all know of the generated tokens."""
-
-
-class Decodes(Protocol):
-    """The part of a tokenizer that the engine uses."""
-
-    @property
-    def special_ids(self) -> Any: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str: ...
+TOGETHER = 65_536
+"""Patches in one pass of the tower on a GPU, but for a picture that has more."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +40,20 @@ class TokenRules:
     """Which tokens end a text and which are never drawn, for every request to a model.
 
     stop_ids: end of text and of a message. banned_ids: tokens that only stand in inputs, and rows of the
-    embedding that the tokenizer does not know. media_id: the image placeholder.
+    embedding that the tokenizer does not know.
     """
 
-    tokenizer: Decodes | None
-    vocab_size: int
+    config: FusionConfig
+    tokenizer: Any
     stop_ids: frozenset[int]
     banned_ids: frozenset[int]
-    media_id: int
-    merge: tuple[int, int]
 
 
-def token_rules(model: NativeFusion, tokenizer: Decodes | None) -> TokenRules:
+def token_rules(model: NativeFusion, tokenizer: Any) -> TokenRules:
     """Raises ValueError for a tokenizer that knows more ids than the model embeds."""
-    text, media = model.config.text, model.config.media_token_id
+    text = model.config.text
     # Without a tokenizer only what the configuration names is known.
-    stop, banned = {text.eos_token_id}, {media}
+    stop, banned = {text.eos_token_id}, {model.config.media_token_id}
     if tokenizer is not None:
         # Ids beyond the embedding would be looked up outside its rows.
         special = tokenizer.special_ids
@@ -74,8 +66,7 @@ def token_rules(model: NativeFusion, tokenizer: Decodes | None) -> TokenRules:
         stop.add(special.get(END_OF_MSG, text.eos_token_id))
         banned |= {text.bos_token_id, text.pad_token_id, *range(tokenizer.vocab_size, text.vocab_size)}
         banned |= {special[name] for name in MEDIA_TOKENS if name in special}
-    merge = model.config.vision.merge_kernel_size
-    return TokenRules(tokenizer, text.vocab_size, frozenset(stop), frozenset(banned - stop), media, merge)
+    return TokenRules(model.config, tokenizer, frozenset(stop), frozenset(banned - stop))
 
 
 class TextStream:
@@ -86,7 +77,7 @@ class TextStream:
     it.
     """
 
-    def __init__(self, tokenizer: Decodes | None, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
         self.text, self.ids = "", list[int]()
         self._shown = 0  # characters of `text` that were given out
@@ -141,7 +132,7 @@ class RequestState:
     ids: list[int]
     key_ids: np.ndarray
     media_positions: list[int]
-    digests: list[bytes]
+    pictures: list[Picture]
     stop_ids: frozenset[int]
     banned_V: Tensor | None
     foreseen: bool
@@ -180,7 +171,6 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     logprobs1: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    resumes: list[str] = field(default_factory=list)
     siblings: list[Sample] = field(default_factory=list)
     saved: dict[str, Tensor] | None = None
     routing: list[np.ndarray] = field(default_factory=list)
@@ -214,20 +204,14 @@ class Sample:
         """Copies of what WRITTEN names."""
         return {name: list(getattr(self, name)) for name in WRITTEN}
 
-    def keep_state(self, paused: PausedSample) -> None:
-        """Go on from this state, which is put back when the sample is admitted."""
-        self.saved, self.length = paused.state, paused.length
-        self.routing = [] if paused.routing is None else [paused.routing]
-
     def paused(self, state: dict[str, Tensor]) -> PausedSample:
         """What leaves the engine of it."""
-        if not state:
-            return PausedSample(index=self.index, **self.written(), length=0)
+        paused = PausedSample(self.index, **self.written(), length=0)
         # Only with a state: what is read again is recorded again.
-        routing = np.concatenate(self.routing) if self.routing else None
-        return PausedSample(
-            index=self.index, **self.written(), length=self.length, state=state, routing=routing
-        )
+        if state:
+            paused.state, paused.length = state, self.length
+            paused.routing = np.concatenate(self.routing) if self.routing else None
+        return paused
 
 
 def new_state(request: Request, rules: TokenRules) -> RequestState:
@@ -236,18 +220,17 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
     Raises RequestError for an empty prompt, ids outside the vocabulary, or pictures that do not fit the text.
     """
     prompt, params, name = request.prompt, request.params, f"request {request.id!r}"
+    vocabulary, media = rules.config.text.vocab_size, rules.config.media_token_id
     ids = torch.as_tensor(prompt.ids).tolist()
     if not ids:
         raise RequestError(f"prompt {request.id} has no tokens; a prompt needs at least [BOS]")
-    if min(ids) < 0 or max(ids) >= rules.vocab_size:
-        raise RequestError(
-            f"{name}: token ids must lie in 0..{rules.vocab_size - 1}, got {min(ids)}..{max(ids)}"
-        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise RequestError(f"{name}: token ids must lie in 0..{vocabulary - 1}, got {min(ids)}..{max(ids)}")
 
-    positions = torch.as_tensor(prompt.media_positions).tolist()
     # Text and pictures encoded with different merge sizes would shift every later feature.
-    counts = [num_tokens(grid, rules.merge) for grid in prompt.grids]
-    pads = [i for i, token in enumerate(ids) if token == rules.media_id]
+    positions, pictures = torch.as_tensor(prompt.media_positions).tolist(), pictures_of(prompt)
+    counts = [num_tokens(each.grid, rules.config.vision.merge_kernel_size) for each in pictures]
+    pads = [i for i, token in enumerate(ids) if token == media]
     if pads != sorted(positions) or len(pads) != sum(counts):
         raise RequestError(
             f"{name}: the pictures give {sum(counts)} features, the text holds {len(pads)}"
@@ -256,24 +239,31 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
         )
 
     # Another picture behind the same placeholders makes another key.
-    key_ids, digests, start = np.array(ids, dtype=np.int64), picture_digests(prompt), 0
-    for digest, count in zip(digests, counts):
-        salt = int.from_bytes(digest[:7], "little")
+    key_ids, start = np.array(ids, dtype=np.int64), 0
+    for picture, count in zip(pictures, counts):
+        salt = int.from_bytes(picture.digest[:7], "little")
         key_ids[positions[start : start + count]] = -1 - (salt + np.arange(count))
         start += count
 
-    # A stop id is always allowed: a text must be able to end.
+    # A stop id is always allowed: a text must be able to end. But the placeholder stays banned even so: it
+    # stands for a picture that is not there.
     stop_ids = frozenset(params.stop_ids)
     if not params.ignore_eos:
         stop_ids |= rules.stop_ids
-    banned_V = _banned(request, rules, stop_ids)
+    banned, banned_V = ((rules.banned_ids | set(params.banned_ids)) - stop_ids) | {media}, None
+    if banned != rules.banned_ids:
+        banned_V = torch.zeros(vocabulary, dtype=torch.bool)
+        banned_V[[i for i in banned if 0 <= i < vocabulary]] = True
+        if banned_V.all():
+            raise RequestError(f"{name}: every token is banned")
+
     state = RequestState(
         request,
         Handle(request.id, params.n),
         ids,
         key_ids,
         positions,
-        digests,
+        pictures,
         stop_ids,
         banned_V,
         foreseen=not params.stop and banned_V is None and len(stop_ids) <= STOPS,
@@ -286,21 +276,19 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
     return state
 
 
-def _banned(request: Request, rules: TokenRules, stop_ids: frozenset[int]) -> Tensor | None:
-    """bool [V] of a request that bans other tokens than all do; the image placeholder always is."""
-    # The placeholder stays banned even as a stop id: it stands for a picture that is not there.
-    banned = ((rules.banned_ids | set(request.params.banned_ids)) - stop_ids) | {rules.media_id}
-    if banned == rules.banned_ids:
-        return None
-    banned_V = torch.zeros(rules.vocab_size, dtype=torch.bool)
-    banned_V[[i for i in banned if 0 <= i < rules.vocab_size]] = True
-    if banned_V.all():
-        raise RequestError(f"request {request.id!r}: every token is banned")
-    return banned_V
+# ---- pictures
 
 
-def picture_digests(prompt: Prompt) -> list[bytes]:
-    """16 bytes per picture over its size and patches. Raises RequestError when patches and grids disagree."""
+class Picture(NamedTuple):
+    """A picture of a prompt, with 16 bytes that tell its content."""
+
+    digest: bytes
+    grid: Grid
+    patches: Tensor
+
+
+def pictures_of(prompt: Prompt) -> list[Picture]:
+    """Raises RequestError when patches and grids disagree."""
     counts = [num_patches(grid) for grid in prompt.grids]
     patches = torch.empty(0) if prompt.patches is None else prompt.patches
     if sum(counts) != len(patches):
@@ -308,10 +296,63 @@ def picture_digests(prompt: Prompt) -> list[bytes]:
             f"the prompt's grids {list(prompt.grids)[:4]} need {sum(counts)} patches, {len(patches)} were"
             " given"
         )
-    digests = []
+    pictures = []
     for grid, part in zip(prompt.grids, patches.split(counts)):
         digest = hashlib.blake2b(repr(tuple(grid)).encode(), digest_size=16)
         # Content and not identity: the same picture in two requests is encoded once.
         digest.update(part.contiguous().cpu().numpy().tobytes())
-        digests.append(digest.digest())
-    return digests
+        pictures.append(Picture(digest.digest(), grid, part))
+    return pictures
+
+
+class ImageMemory:
+    """Features [M, D] of at most `limit` pictures by their digest. `encoded` and `hits` count its work.
+
+    together: patches in one pass of the tower. 0: every picture by itself, so that its features do not depend
+    on what else is asked at the time; on a GPU, where a tower over small pictures is all launches, those of
+    all new requests go together.
+    """
+
+    def __init__(self, model: NativeFusion, limit: int, together: int) -> None:
+        self.model, self.limit, self.together = model, limit, together
+        self.encoded = self.hits = 0
+        self.features: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    @torch.no_grad()
+    def attach(self, states: Sequence[RequestState]) -> None:
+        """Give features to requests that have pictures still to be read."""
+        # A resumed answer has read its pictures; encoding them again would be work for nobody.
+        wanted, waiting = [], []
+        for state in states:
+            last = max(state.media_positions, default=-1)
+            if any(sample.slot and sample.length <= last for sample in state.alive):
+                waiting.append(state)
+                wanted += state.pictures
+        missing = {each.digest: each for each in wanted if each.digest not in self.features}
+        self.encoded += len(missing)
+        self.hits += len(wanted) - len(missing)
+
+        # A pass that is full goes first; a picture that is larger goes alone.
+        passes: list[list[Picture]] = []
+        room = 0
+        for each in missing.values():
+            if not passes or len(each.patches) > room:
+                passes.append([])
+                room = self.together
+            passes[-1].append(each)
+            room -= len(each.patches)
+        merge = self.model.config.vision.merge_kernel_size
+        for pictures in passes:
+            patches = torch.cat([each.patches for each in pictures])
+            grids = [each.grid for each in pictures]
+            found = self.model.encode_images(patches.to(self.model.device), grids)
+            parts = found.split([num_tokens(grid, merge) for grid in grids])
+            self.features |= {each.digest: part for each, part in zip(pictures, parts)}
+
+        # What was just used is kept longest.
+        for each in wanted:
+            self.features.move_to_end(each.digest)
+        for state in waiting:
+            state.features = torch.cat([self.features[each.digest] for each in state.pictures])
+        while len(self.features) > self.limit:
+            self.features.popitem(last=False)

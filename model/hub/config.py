@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
@@ -108,46 +109,43 @@ def load_config(directory: str | Path) -> FusionConfig:
         ) from None
 
 
-def config_dict(config: FusionConfig, dtype: str) -> dict[str, Any]:
-    """The content of config.json. dtype: name of the torch dtype of the embedding."""
-    text, vision = (part.model_dump(mode="json") for part in (config.text, config.vision))
+def json_files(config: FusionConfig, dtype: str) -> dict[str, dict[str, Any]]:
+    """The JSON files of a model directory by name. dtype: name of the torch dtype of the embedding."""
+    text, vision = config.text.model_dump(mode="json"), config.vision.model_dump(mode="json")
+    ids = {name: text[name] for name in TOKEN_IDS}
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": MODEL_TYPE,
-        "dtype": dtype,
-        "media_placeholder_token_id": config.media_token_id,
-        **{name: text[name] for name in ("vocab_size", *TOKEN_IDS, "tie_word_embeddings")},
-        "text_config": {"model_type": "kimi_linear", **text},
-        "vision_config": {"model_type": "moonvit", **vision},
+        "config.json": {
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            "dtype": dtype,
+            "media_placeholder_token_id": config.media_token_id,
+            "vocab_size": text["vocab_size"],
+            **ids,
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            "text_config": {"model_type": "kimi_linear", **text},
+            "vision_config": {"model_type": "moonvit", **vision},
+        },
+        # Kimi K2.5's media_proc_cfg with this model's limits.
+        "preprocessor_config.json": {
+            "media_proc_cfg": {
+                "in_patch_limit": vision["in_patch_limit"],
+                "patch_size": vision["patch_size"],
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "merge_kernel_size": vision["merge_kernel_size"][0],
+                "fixed_output_tokens": None,
+                "patch_limit_on_one_side": vision["max_patches_per_side"],
+                "in_patch_limit_each_frame": vision["in_patch_limit_each_frame"],
+                "in_patch_limit_video": None,
+                "sample_fps": 2.0,
+                "max_num_frames_each_video": None,
+                "temporal_merge_kernel_size": vision["pos_emb_time"],
+                "timestamp_mode": "hh:mm:ss.fff",
+            }
+        },
+        # A placeholder that is sampled would stand for a picture that is not there.
+        "generation_config.json": {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]},
     }
-
-
-def preprocessor_dict(config: FusionConfig) -> dict[str, Any]:
-    """The content of preprocessor_config.json: Kimi K2.5's media_proc_cfg with this model's limits."""
-    vision = config.vision
-    return {
-        "media_proc_cfg": {
-            "in_patch_limit": vision.in_patch_limit,
-            "patch_size": vision.patch_size,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "merge_kernel_size": vision.merge_kernel_size[0],
-            "fixed_output_tokens": None,
-            "patch_limit_on_one_side": vision.max_patches_per_side,
-            "in_patch_limit_each_frame": vision.in_patch_limit_each_frame,
-            "in_patch_limit_video": None,
-            "sample_fps": 2.0,
-            "max_num_frames_each_video": None,
-            "temporal_merge_kernel_size": vision.pos_emb_time,
-            "timestamp_mode": "hh:mm:ss.fff",
-        }
-    }
-
-
-def generation_dict(config: FusionConfig) -> dict[str, Any]:
-    # A placeholder that is sampled would stand for a picture that is not there.
-    ids = {name: getattr(config.text, name) for name in TOKEN_IDS}
-    return {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]}
 
 
 def check_vocabulary(folder: Path, config: FusionConfig) -> None:
@@ -157,8 +155,6 @@ def check_vocabulary(folder: Path, config: FusionConfig) -> None:
         raise ModelDirectoryError(
             f"{folder}: the tokenizer wrote no tokenizer.json; use a fast (tokenizers) tokenizer"
         )
-    from tokenizers import Tokenizer
-
     try:
         vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except BaseException as error:  # the Rust library raises bare Exception, and panics below BaseException

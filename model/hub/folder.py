@@ -32,10 +32,8 @@ from earlyfusion.model.hub.card import Facts, model_card
 from earlyfusion.model.hub.config import (
     ModelDirectoryError,
     check_vocabulary,
-    config_dict,
-    generation_dict,
+    json_files,
     load_config,
-    preprocessor_dict,
     read_json,
 )
 from earlyfusion.model.hub.names import PublicTensor, keeps_fp32, public_tensors
@@ -51,27 +49,24 @@ def save_model(
     directory: str | Path,
     facts: Facts | None = None,
     *,
-    state: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write a model directory, replacing an older model directory (and nothing else) of the same name.
 
     tokenizer: `data.tokenizer.Tokenizer` or anything with `save(folder)` that writes a tokenizer.json; its
-    vocabulary must fit the model's. facts: see model/hub/card.py. state: full state dict under the model's
-    own names, when the model's parameters are sharded. Tensors are saved in the dtype they have. Raises
-    ModelDirectoryError when the place is taken by other files or the vocabulary does not fit; an OSError
-    (disk full) leaves nothing behind.
+    vocabulary must fit the model's. facts: see model/hub/card.py. Tensors are saved in the dtype they have.
+    Raises ModelDirectoryError when the place is taken by other files or the vocabulary does not fit; an
+    OSError (disk full) leaves nothing behind.
     """
     # All files or none: a reader never sees half a directory.
     directory, config = Path(directory), model.config
     with _fresh_directory(directory) as folder:
         tokenizer.save(folder)
         check_vocabulary(folder, config)
-        _write_weights(folder, model.state_dict() if state is None else state, max_shard_bytes)
+        _write_weights(folder, model.state_dict(), max_shard_bytes)
         dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config_dict(config, dtype), indent=2)
-        write_json(folder / "preprocessor_config.json", preprocessor_dict(config), indent=2)
-        write_json(folder / "generation_config.json", generation_dict(config), indent=2)
+        for name, content in json_files(config, dtype).items():
+            write_json(folder / name, content, indent=2)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         card = folder / "README.md"
         card.write_text(model_card(config, facts or {}, parameters), encoding="utf-8")
@@ -102,11 +97,10 @@ def load_model(
     stored = _check_tensors(folder, plan, ours, files)
 
     # Memory is taken once, in the dtype that each tensor will hold.
+    for name, tensor in plan.items():
+        ours[tensor.ours].data = ours[tensor.ours].data.to(stored[name])
     if dtype is not None:
         cast(model, dtype)
-    else:
-        for name, tensor in plan.items():
-            ours[tensor.ours].data = ours[tensor.ours].data.to(stored[name])
     model.to_empty(device=device)
     for module in model.modules():  # counters and the like are not in the file
         reset = getattr(module, "reset_parameters", None)
@@ -221,24 +215,21 @@ def _check_tensors(
             raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
 
     # Every name, shape and dtype from the headers alone, before memory is taken.
+    wrong = ""
     missing = [name for name in plan if name not in shapes]
     unexpected = [name for name in shapes if name not in plan]
     if missing:
-        found = f"{len(missing)} tensor(s) missing from the weights: {_some(missing)}"
-        raise ModelDirectoryError(f"{folder}: {found}")
-    if unexpected:
-        found = f"{len(unexpected)} tensor(s) that config.json has no place for: {_some(unexpected)}"
-        raise ModelDirectoryError(f"{folder}: {found}")
-    for name, item in plan.items():
+        wrong = f"{len(missing)} tensor(s) missing from the weights: {_some(missing)}"
+    elif unexpected:
+        wrong = f"{len(unexpected)} tensor(s) that config.json has no place for: {_some(unexpected)}"
+    for name, item in () if wrong else plan.items():
         shape = list(item.view(ours[item.ours]).shape)
         if shapes[name] != shape:
-            raise ModelDirectoryError(
-                f"{folder}: {name} has shape {shapes[name]}, config.json asks for {shape}"
-            )
-        if dtypes[name] not in DTYPES:
-            raise ModelDirectoryError(
-                f"{folder}: {name} is stored as {dtypes[name]}; expected one of {sorted(DTYPES)}"
-            )
+            wrong = f"{name} has shape {shapes[name]}, config.json asks for {shape}"
+        elif dtypes[name] not in DTYPES:
+            wrong = f"{name} is stored as {dtypes[name]}; expected one of {sorted(DTYPES)}"
+    if wrong:
+        raise ModelDirectoryError(f"{folder}: {wrong}")
     return {name: DTYPES[dtype] for name, dtype in dtypes.items()}
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 
 from torch import Tensor
@@ -45,25 +44,17 @@ class PublicTensor:
 
 
 def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTensor]:
-    """The public tensors behind (our name, our tensor) pairs; tensors may be on the meta device.
-
-    Raises KeyError for a name outside the text model, the vision tower and the projector.
-    """
+    """The public tensors behind (our name, our tensor) pairs; tensors may be on the meta device."""
     for ours, tensor in shapes:
         # Every name must be known: a tensor without a public name could be written but not read.
-        prefix, public = next((pair for pair in PREFIXES if ours.startswith(pair[0])), ("", ""))
-        if not prefix:
-            raise KeyError(
-                f"{ours}: no public name is known for it; add its module to PREFIXES in model/hub/names.py"
-            )
-        name = public + ours.removeprefix(prefix)
+        (name,) = [public + ours.removeprefix(own) for own, public in PREFIXES if ours.startswith(own)][:1]
         module, _, last = name.rpartition(".")
         if last == "gate_up_proj":
             for e in range(len(tensor)):
                 # gate rows first, then those of the up projection
-                for half, part in enumerate(("w1", "w3")):
-                    view = partial(_half, expert=e, half=half)
-                    yield PublicTensor(f"{module}.{e}.{part}.weight", ours, view)
+                rows = tensor.shape[1] // 2
+                yield PublicTensor(f"{module}.{e}.w1.weight", ours, itemgetter((e, slice(rows))))
+                yield PublicTensor(f"{module}.{e}.w3.weight", ours, itemgetter((e, slice(rows, None))))
         elif module.endswith(".experts"):
             for e in range(len(tensor)):
                 yield PublicTensor(f"{module}.{e}.w2.weight", ours, itemgetter(e))
@@ -74,10 +65,6 @@ def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTenso
             yield PublicTensor(name, ours, itemgetter((None, None, slice(None), None)))
         else:
             yield PublicTensor(name, ours, itemgetter(...))
-
-
-def _half(tensor: Tensor, expert: int, half: int) -> Tensor:
-    return tensor[expert].chunk(2)[half]
 
 
 def keeps_fp32(name: str) -> bool:

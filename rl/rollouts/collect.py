@@ -21,8 +21,7 @@ import torch
 
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Event, Handle, Request, SamplingParams
-from earlyfusion.model.engine.transfer import PausedRequest
+from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
 from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.objectives.length import repeat_period
@@ -202,7 +201,7 @@ class _Batch:
         request = paused.request
         params = replace(request.params, temperature=self.params.temperature)
         paused = replace(paused, request=replace(request, params=params))
-        handle = self.engine.resume(paused, keep_state=True)
+        handle = self.engine.resume(paused)
         self.prompts[request.id], self.handles[request.id] = prompt, handle
         self.unfinished += handle.samples - len(paused.finished)
 

@@ -107,8 +107,8 @@ def layers(folder):
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.cache import MlaPages, Past
-    from earlyfusion.model.engine.batch import Part, prefill_plan
     from earlyfusion.model.engine.cache import Pools
+    from earlyfusion.model.engine.runner import Part, prefill_plan
     from earlyfusion.model.mla import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text
 

@@ -118,7 +118,7 @@ def all_returned(engine: Engine) -> None:
     assert stats["free_slots"] == stats["slots"] - stats["prefix_checkpoints"]
     assert stats["free_pages"] == stats["pages"] - stats["prefix_pages"]
     assert stats["reserved_pages"] == stats["running"] == stats["reading"] == stats["waiting"] == 0
-    assert engine.scheduler.active == 0
+    assert not engine.scheduler.seated
     assert set(engine.pools.references) == engine.prefix.pages
     for free in (engine.pools.free_slots, engine.pools.free_pages):
         assert len(free) == len(set(free))

@@ -20,8 +20,7 @@ from engine_cases import SHAPE, TOKENIZER, drawn, model, tokens
 from earlyfusion.kernels import dispatch
 from earlyfusion.model import cache
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Request
-from earlyfusion.model.engine.transfer import PausedRequest
+from earlyfusion.model.engine.requests import PausedRequest, Request
 
 SMALL = dict(SHAPE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, kv_lora_rank=8)
 HEADS = dict(num_heads=4, head_dim=8, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2])

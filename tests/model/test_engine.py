@@ -268,7 +268,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
             parked.append(engine.pause(name))
         if parked and (roll > 0.8 or submitted == count):
             paused = parked.pop(rng.randrange(len(parked)))
-            engine.resume(paused, keep_state=rng.random() < 0.5)
+            engine.resume(paused)
             alive.add(paused.request.id)
     return ends
 

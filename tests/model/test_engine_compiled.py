@@ -44,7 +44,7 @@ def test_neither_threads_nor_neighbours_nor_cuts_change_a_bit(shape):
     handles = [engine.submit(request) for request in given]
     for index, request in enumerate(given):
         engine.step()
-        handles[index] = engine.resume(engine.pause(request.id), keep_state=False)
+        handles[index] = engine.resume(engine.pause(request.id))
     drain(engine)
     equal_bits(base, by_sample(handle.completions[0] for handle in handles))
 

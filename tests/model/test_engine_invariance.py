@@ -26,8 +26,7 @@ from engine_cases import (
     tokens,
 )
 
-from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams
-from earlyfusion.model.engine.transfer import PausedRequest
+from earlyfusion.model.engine.requests import PausedRequest, Request, RequestError
 
 pytestmark = pytest.mark.usefixtures("way")
 LENGTHS = [1, 5, 17, 40, 90, 33, 2, 64]
@@ -43,8 +42,8 @@ def mixed(seed: int, lengths=LENGTHS, **options) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", [0, 1])
 def test_batch_size_order_and_page_size_change_no_bit(shape, seed):
     net, given = model(seed, **SHAPES[shape]), mixed(seed, top_p=0.95)
     base = serve(net, given, max_slots=9)
@@ -100,9 +99,8 @@ def test_a_forked_group_is_its_samples_one_by_one(length):
         equal_bits({("g", index): group["g", index]}, by_sample(handle.completions[index : index + 1]))
 
 
-@pytest.mark.parametrize("keep_state", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_pause_and_migration_change_no_token(keep_state, seed):
+def test_pause_and_migration_change_no_bit(seed):
     """Paused after 0, 1, 2, ... steps, sent as bytes to another engine with other sizes, resumed there."""
     given = mixed(seed)
     base = serve(model(seed), given, max_slots=16)
@@ -111,15 +109,12 @@ def test_pause_and_migration_change_no_token(keep_state, seed):
     handles = [here.submit(request) for request in given]
     for step, request in enumerate(given):
         paused = PausedRequest.from_bytes(*here.pause(request.id).to_bytes())
-        handles[step] = there.resume(paused, keep_state=keep_state)
+        handles[step] = there.resume(paused)
         here.step()
         there.step()
     drain(there)
     all_returned(here)
-    done = by_sample(completion for handle in handles for completion in handle.completions)
-    (equal_bits if keep_state else equal_tokens)(base, done)
-    chosen = {entry for completion in done.values() for entry in completion.resumes}
-    assert chosen <= {"keep@0", "reprefill@0"} and ("keep@0" in chosen) == keep_state
+    equal_bits(base, by_sample(c for handle in handles for c in handle.completions))
 
 
 def test_many_pauses_of_one_request_change_no_bit():
@@ -132,25 +127,10 @@ def test_many_pauses_of_one_request_change_no_bit():
         if not handle.done:
             handle = engine.resume(engine.pause("r"))
     equal_bits(serve(net, [request]), by_sample(handle.completions))
-    assert all(len(completion.resumes) > 20 for completion in handle.completions)
-    assert engine.stats()["resumed_reprefill"] == 0
+    assert engine.stats()["paused"] > 20
 
 
-def test_a_stop_string_cuts_a_drawn_text_exactly():
-    """Stop strings end a text exactly before their first occurrence, wherever token borders fall."""
-    net = model(3)
-    run = lambda **stop: serve(net, requests([9], SamplingParams(40, ignore_eos=True, **stop)))["r0", 0]
-    free = run()
-    for start, end in ((5, 7), (12, 16), (0, 2), (20, 29)):
-        stop = free.text[start:end]
-        if not stop.strip() or "\ufffd" in stop:
-            continue
-        cut = run(stop=(stop, "never"))
-        assert cut.text == free.text[: free.text.find(stop)]
-        assert cut.finish_reason == "stop" and free.ids[: len(cut.ids)] == cut.ids
-
-
-def test_a_state_of_another_model_is_refused_and_can_be_read_again():
+def test_a_state_of_another_model_and_damaged_bytes_are_refused():
     engine, elsewhere = engine_of(model()), engine_of(model(0, **dict(SHAPE, kv_lora_rank=12)))
     engine.submit(Request("r", tokens(20), drawn(8)))
     engine.step()
@@ -160,9 +140,6 @@ def test_a_state_of_another_model_is_refused_and_can_be_read_again():
         elsewhere.resume(paused)
     with pytest.raises(RequestError, match="not unfinished here"):
         engine.pause("r")
-    handle = elsewhere.resume(paused, keep_state=False)
-    drain(elsewhere)
-    assert len(handle.completions[0].ids) == 8 and handle.completions[0].ids[:2] == paused.samples[0].ids
     facts, tensors = paused.to_bytes()
     for wrong in ((b"{}", b""), (b"\xff", tensors), (facts, tensors[:-1]), (b'{"tensor": "0"}', tensors)):
         with pytest.raises(RequestError, match="not a paused request"):

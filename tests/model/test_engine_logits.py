@@ -134,7 +134,7 @@ def state_of_training(net, ids) -> dict[str, torch.Tensor]:
                 states[f"mla.{index}.latents"] = torch.cat([mixer.kv_a_layernorm(c), rope], -1)
                 return
             joint, weight = mixer.joined_weights()
-            qkv, f, _, beta = mixer._project(x, joint)
+            qkv, f, _, beta = mixer.project(x, joint)
             segments = Segments((len(x),))
             y, taps = conv.short_conv(qkv, weight, segments, output_taps=True)
             q, k, v = (part.view(len(x), mixer.num_heads, -1) for part in y.chunk(3, dim=-1))
