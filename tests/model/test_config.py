@@ -12,23 +12,13 @@ from earlyfusion.model.fusion import NativeFusion
 from tests.model.tiny import MEDIA_TOKEN, tiny_text, tiny_vision
 
 
-def test_default_plan_is_the_published_one():
+def test_the_plan_is_the_published_one_and_ends_with_mla():
     mla = [i + 1 for i, kind in enumerate(ModelConfig().plan()) if kind == "mla"]
     assert mla == [4, 8, 12, 16, 20, 24, 27]
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"), [(1, "m"), (2, "km"), (4, "kkkm"), (6, "kkkmkm"), (8, "kkkmkkkm")]
-)
-def test_plan_ends_with_mla(layers, expected):
-    plan = tiny_text(num_hidden_layers=layers).plan()
-    assert "".join(kind[0] for kind in plan) == expected
-
-
-def test_one_given_layer_list_implies_the_other():
-    given_kda = tiny_text(linear_attn_config={"kda_layers": [1, 3]}).plan()
-    given_mla = tiny_text(linear_attn_config={"full_attn_layers": [2, 4]}).plan()
-    assert given_kda == given_mla == ("kda", "mla", "kda", "mla")
+    for layers, expected in ((1, "m"), (2, "km"), (6, "kkkmkm"), (8, "kkkmkkkm")):
+        assert "".join(kind[0] for kind in tiny_text(num_hidden_layers=layers).plan()) == expected
+    for given in ({"kda_layers": [1, 3]}, {"full_attn_layers": [2, 4]}):
+        assert tiny_text(linear_attn_config=given).plan() == ("kda", "mla", "kda", "mla")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +47,8 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
     linear = LinearAttnConfig(num_heads=16, head_dim=16, gate_lower_bound=-5.0 if bounded else None)
     text = tiny_text(hidden_size=128, attn_res="block", router_balance="quantile", initializer_range=0.03)
     text = text.model_copy(update={"linear_attn_config": linear})
-    config = FusionConfig(text=text, vision=tiny_vision(), media_token_id=MEDIA_TOKEN)
+    generation = dict(projector="v1", norm="layer", bias=True) if bounded else {}
+    config = FusionConfig(text=text, vision=tiny_vision(**generation), media_token_id=MEDIA_TOKEN)
     with torch.device("meta"):
         model = NativeFusion(config)
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
@@ -70,7 +61,7 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("max_logit"):
             assert torch.equal(tensor, torch.full_like(tensor, float("-inf")))
-        elif name.endswith(("_res_query", "e_score_correction_bias", ".load", ".histogram")):
+        elif name.endswith(("_res_query", "bias", ".load", ".histogram")) and "dt_bias" not in name:
             assert not tensor.any(), name
         elif "norm" in name:
             assert torch.equal(tensor, torch.ones_like(tensor)), name
@@ -82,10 +73,6 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
             assert step.min() >= 0.99e-3 and step.max() <= 0.101
         else:
             assert torch.isfinite(tensor).all(), name
-        if (
-            name.startswith("decoder")
-            and tensor.ndim >= 2
-            and tensor.numel() > 2000
-            and "histogram" not in name
-        ):
-            assert tensor.std().item() == pytest.approx(0.03, rel=0.1), name
+        if tensor.ndim >= 2 and tensor.numel() > 1500 and "histogram" not in name:
+            std = 0.03 if name.startswith("decoder") else 0.02
+            assert tensor.std().item() == pytest.approx(std, rel=0.1), name

@@ -171,19 +171,15 @@ def test_a_full_line_refuses_and_serves_again_later(net):
     assert len(engine.generate(requests([4] * 7, drawn(2)))) == 7  # feeds itself
 
 
-def test_nothing_to_generate_completes_at_once(net):
-    engine = engine_of(net)
-    (completion,) = engine.generate([Request("r", tokens(4), SamplingParams(0))])
-    assert completion.ids == [] and completion.text == "" and completion.finish_reason == "length"
-    assert not engine.has_work
-
-
-def test_mode_and_gradients_are_left_as_they_were():
+def test_mode_and_gradients_are_left_as_they_were_and_nothing_to_write_completes_at_once():
     net = model().train()
     engine = engine_of(net)
     engine.generate(requests([4], drawn(2)))
     assert net.training and torch.is_grad_enabled()
-    assert all(layer.load.sum() == 0 for layer in (m for m in net.modules() if hasattr(m, "load")))
+    assert all(layer.load.sum() == 0 for layer in net.modules() if hasattr(layer, "load"))
+    (completion,) = engine.generate([Request("r", tokens(4), SamplingParams(0))])
+    assert completion.ids == [] and completion.text == "" and completion.finish_reason == "length"
+    assert not engine.has_work
 
 
 # ---- memory

@@ -83,12 +83,8 @@ def test_filler_does_not_enter_the_maximum(seed):
 def test_max_logit_rests_outside_training():
     mla = layer()
     x, segments = torch.randn(5, 24), Segments((5,))
-    with torch.no_grad():
-        mla(x, segments)
-    mla.eval()(x, segments)
-    mla.train().track_max_logit = False
-    mla(x, segments)
+    for training, tracked, grad in ((True, True, False), (False, True, True), (True, False, True)):
+        mla.train(training).track_max_logit = tracked
+        with torch.set_grad_enabled(grad):
+            mla(x, segments)
     assert torch.isinf(mla.max_logit).all() and "max_logit" not in mla.state_dict()
-    mla.track_max_logit = True
-    mla(x, segments)
-    assert torch.isfinite(mla.max_logit).all()

@@ -32,9 +32,8 @@ def test_noise_is_gumbel():
     assert abs(noise.var().item() - math.pi**2 / 6) < 0.02
     cumulative = torch.exp(-torch.exp(-noise)).flatten().sort().values
     steps = (torch.arange(cumulative.numel()) + 0.5) / cumulative.numel()
-    assert (cumulative - steps).abs().max() < 2.2 / math.sqrt(
-        cumulative.numel()
-    )  # Kolmogorov-Smirnov, p about 1e-4
+    # Kolmogorov-Smirnov, p about 1e-4
+    assert (cumulative - steps).abs().max() < 2.2 / math.sqrt(cumulative.numel())
     assert noise.max() > 11 and torch.isfinite(noise).all()
 
 
