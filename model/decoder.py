@@ -243,7 +243,7 @@ class Decoder(nn.Module):
                 "build Segments from the same packed row"
             )
 
-        pasts: Sequence[Past[Any] | None] = past or [None] * len(self.layers)
+        pasts: Sequence[Past[Any] | None] = [None] * len(self.layers) if past is None else past
         if self.config.attn_res == "none":
             for layer, own in zip(self.layers, pasts):
                 x_TD = self._maybe_recompute(layer, x_TD, segments, own, counted_T)

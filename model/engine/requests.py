@@ -286,7 +286,7 @@ class PausedRequest:
                 raise ValueError(f"expected the format {FORMAT!r}")
             request = known["request"]
             prompt = TokenPrompt(**request["prompt"])
-            prompt = replace(prompt, grids=tuple(map(tuple, prompt.grids)))
+            prompt = replace(prompt, grids=tuple((t, h, w) for t, h, w in prompt.grids))
             request |= {"prompt": prompt, "params": SamplingParams(**request["params"])}
             for entry in [*known["samples"], *known["finished"]]:
                 if entry["routing"] is not None:

@@ -83,7 +83,8 @@ class Runner:
         # The compiled form packs its weights anew; the modules read their own anyway.
         if self.compiled is not None:
             self.compiled.refresh()
-        for layer, memory in zip(self.model.decoder.layers, self.pools.layers):
+        layers: Any = self.model.decoder.layers
+        for layer, memory in zip(layers, self.pools.layers):
             if isinstance(memory, KdaSlots) and memory.joined:
                 # Into the same storage: a captured graph points at it.
                 for old, new in zip(memory.joined, layer.self_attn.joined_weights()):
