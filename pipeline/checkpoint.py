@@ -37,12 +37,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from earlyfusion.data.prepare.write import sha256_of
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import replacing, write_atomic
-from earlyfusion.pipeline.config.compose import explain_refusal, refused_on_resume
+from earlyfusion.pipeline.config.compose import dump, explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = "checkpoints"
 MARGIN_BYTES = 1 << 20
 """Free disk space that a checkpoint leaves."""
@@ -90,10 +91,18 @@ class Loaded:
 def save_tree(stem: Path, tree: Any) -> None:
     """Write `<stem>.json` and, when the tree holds tensors, `<stem>.safetensors`; both are fsynced.
 
-    Raises TypeError for what cannot be written without pickle, and for a sharded tensor.
+    Raises TypeError for what cannot be written without pickle, and for a sharded tensor; UserError where the
+    disk has no room, before a tensor is written.
     """
     tensors: dict[str, torch.Tensor] = {}
     skeleton = _encode(tree, "", tensors, {})
+    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(stem.parent).free
+    if free < needed + MARGIN_BYTES:
+        raise UserError(
+            f"no disk space for a checkpoint in {stem.parent.parent}: {stem.name} needs"
+            f" {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep,"
+            " or set run.out to another disk"
+        )
     if tensors:
         with replacing(stem.with_name(stem.name + ".safetensors")) as path:
             save_file(tensors, path)
@@ -102,9 +111,18 @@ def save_tree(stem: Path, tree: Any) -> None:
 
 def load_tree(stem: Path) -> Any:
     """Read what `save_tree` wrote."""
-    skeleton = json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8"))
     path = stem.with_name(stem.name + ".safetensors")
-    return _decode(skeleton, load_file(path) if path.exists() else {})
+    tensors = load_file(path) if path.exists() else {}
+
+    def decode(value: dict[str, Any]) -> Any:
+        if "__tensor__" in value:
+            return tensors[value["__tensor__"]]
+        if "__tuple__" in value:
+            return tuple(value["__tuple__"])
+        return dict(value["__items__"]) if "__items__" in value else value
+
+    text = stem.with_name(stem.name + ".json").read_text(encoding="utf-8")
+    return json.loads(text, object_hook=decode)
 
 
 def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], written: dict[Any, Any]) -> Any:
@@ -135,29 +153,6 @@ def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], written: d
         if all(isinstance(key, bool | int | float | str) for key in value):
             return {"__items__": items}
     raise TypeError(f"state at {place or 'the root'}: a {type(value).__name__} cannot be written")
-
-
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "__tensor__" in value:
-        return tensors[value["__tensor__"]]
-    if "__tuple__" in value:
-        return tuple(_decode(value["__tuple__"], tensors))
-    if "__items__" in value:
-        return dict(_decode(value["__items__"], tensors))
-    return {key: _decode(item, tensors) for key, item in value.items()}
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes that the tensors of a tree take (shared memory counted each time: an upper bound)."""
-    if isinstance(tree, torch.Tensor):
-        return tree.nbytes
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    return sum(map(tree_bytes, tree)) if isinstance(tree, list | tuple) else 64
 
 
 # ------------------------------------------------------------------------------------ checkpoints in a folder
@@ -203,17 +198,23 @@ def damage(path: Path, checksums: bool = True) -> str:
 class Checkpointer:
     """Writes, finds, reads and thins out the checkpoints of one run.
 
-    Args:
-        out: output folder of the run. keep: newest checkpoints kept. keep_every: multiples kept for good (0:
-        none).
+    out: output folder of the run. keep: newest checkpoints kept. keep_every: multiples kept for good (0:
+    none).
     """
 
     def __init__(
         self, out: str | Path, runtime: Runtime, facts: RunFacts, keep: int = 2, keep_every: int = 0
-    ):
+    ) -> None:
         self.folder = Path(out) / FOLDER
         self.runtime, self.facts = runtime, facts
         self.keep, self.keep_every = keep, keep_every
+
+    @classmethod
+    def of(cls, config: Any, tokenizer: Tokenizer, runtime: Runtime, **more: Any) -> Checkpointer:
+        """The checkpoints of a resolved recipe; more: what else a resume must agree with."""
+        facts = RunFacts(dump(config) | more, tokenizer.hash, tokenizer.vocab_size)
+        section = config.checkpoint
+        return cls(config.run.directory, runtime, facts, section.keep, section.keep_every)
 
     def save(
         self,
@@ -236,7 +237,6 @@ class Checkpointer:
         def prepare() -> None:
             if main:
                 self._clear_rests()
-                self._require_space(tree_bytes(model) + tree_bytes(optimizer))
                 partial.mkdir()
 
         # Every rank writes its own state, the first one also what is the same on all.
@@ -266,15 +266,6 @@ class Checkpointer:
         for path in self.folder.glob("step-*"):
             if ".tmp-" in path.name or not (path / "COMPLETE").exists():
                 shutil.rmtree(path)
-
-    def _require_space(self, needed_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < needed_bytes + MARGIN_BYTES:
-            raise UserError(
-                f"no disk space for a checkpoint in {self.folder}: it needs {needed_bytes / 2**20:.1f} MiB,"
-                f" {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep, or set run.out to"
-                " another disk"
-            )
 
     def _name(self, step: int) -> Path:
         """step-000300, or step-000300-1 where there is one already, and so on: later ones are newer."""
@@ -330,14 +321,10 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
         raise problem or UserError(f"checkpoint not written to {self.folder}: another rank could not write")
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint of this run, or None."""
-        return latest(self.folder)
-
     def start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when
         a fresh run would write over an older one's. One that is damaged is passed over for the one before."""
-        newest = self.latest()
+        newest = latest(self.folder)
         if resume and newest is None:
             raise UserError(f"nothing to resume in {self.folder}; start without --resume")
         if not resume and newest is not None:

@@ -84,26 +84,23 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Meter:
     """Counts what this rank does and reports what all ranks do.
 
-    Args:
-        dtype: compute dtype of the matmuls (for the peak).
-        peak: FLOP/s of one rank; None looks it up.
+    dtype: compute dtype of the matmuls (for the peak). peak: FLOP/s of one rank; None looks it up.
     """
 
-    def __init__(self, runtime: Runtime, dtype: torch.dtype = torch.float32, peak: float | None = None):
+    def __init__(
+        self, runtime: Runtime, dtype: torch.dtype = torch.float32, peak: float | None = None
+    ) -> None:
         self.runtime = runtime
-        self.peak = peak if peak is not None else peak_flops(runtime.device, dtype)
+        self.peak = peak_flops(runtime.device, dtype) if peak is None else peak
         self.totals = dict.fromkeys(COUNTS, 0.0)  # over all ranks, over the whole run
-        self.seconds = 0.0
-        self.step_s = 0.0  # exponential moving average
+        self.seconds = self.step_s = 0.0  # in all, and their exponential moving average
         self._pending = dict.fromkeys(COUNTS, 0.0)  # of this rank, since the last flush
-        self._work: list[tuple[float, float]] = []
-        self._vision_3 = torch.zeros(3, dtype=torch.float64)  # since the last snapshot, see `flush`
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Begin a new interval now: set-up, loading and compiling before this do not count."""
-        self._interval = dict.fromkeys(COUNTS, 0.0)
-        self._interval_s = self._waited_s = self._not_counted_s = 0.0
+        self._before, self._began_s = dict(self.totals), self.seconds
+        self._waited_s = self._not_counted_s = 0.0
         self._last = time.perf_counter()
 
     @contextmanager
@@ -120,87 +117,60 @@ class Meter:
         yield
         self._not_counted_s += time.perf_counter() - start
 
-    def step(self, *, vision_work: tuple[float, float] | None = None, **counts: float) -> None:
-        """One optimizer step of this rank has ended; counts: those of COUNTS, of this rank alone.
-
-        vision_work: FLOPs of the pictures it holds, and of those it encoded; given by all ranks or by none.
-        """
+    def step(self, **counts: float) -> None:
+        """One optimizer step of this rank has ended; counts: those of COUNTS, of this rank alone."""
         now = time.perf_counter()
         took = now - self._last - self._not_counted_s
         self._last, self._not_counted_s = now, 0.0
-        self._interval_s += took
         self.seconds += took
         # A mean over about twenty steps: one slow step must not move the ETA.
         self.step_s = EMA * (self.step_s or took) + (1 - EMA) * took
         for name, value in counts.items():
             self._pending[name] += value
-        if vision_work is not None:
-            self._work.append(vision_work)
 
     def flush(self) -> None:
         """Add this rank's pending counts to the totals of all ranks. Every rank calls it."""
         for name, value in self.runtime.sum_dict(self._pending).items():
             self.totals[name] += value
-            self._interval[name] += value
             self._pending[name] = 0.0
-        if self._work:
-            # The slowest rank of every step, with its own pictures and with those it encoded; the mean rank.
-            work_S2 = torch.tensor(self._work, dtype=torch.float64)
-            mean = self.runtime.sum(work_S2)[:, :1].sum(dim=0) / self.runtime.world
-            self._vision_3 += torch.cat([self.runtime.max(work_S2).sum(dim=0), mean]).cpu()
-            self._work = []
 
     def snapshot(self) -> dict[str, float]:
         """Rates since the last snapshot and totals of the run; every rank calls it.
 
         Keys: tokens, patches, samples (totals), tokens_per_s, patches_per_s, step_s, data_wait (share of
         time), mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank),
-        seconds; vision_imbalance and vision_imbalance_after: FLOPs of the rank with most vision work in each
-        step over the mean of ranks, pictures where they were read and where they were encoded (absent without
-        vision_work).
+        seconds.
         """
-        measured = bool(self._work) or bool(self._vision_3.any())
         self.flush()
+        elapsed = max(self.seconds - self._began_s, 1e-9)
+        rates = {name: (self.totals[name] - self._before[name]) / elapsed for name in COUNTS}
         # The fullest rank and the longest wait decide what a user should look at.
-        elapsed = max(self._interval_s, 1e-9)
         worst = [peak_memory_bytes(self.runtime.device), self._waited_s / elapsed]
         memory_bytes, wait = self.runtime.max(torch.tensor(worst, dtype=torch.float64)).tolist()
         record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
         record |= {
-            "tokens_per_s": self._interval["tokens"] / elapsed,
-            "patches_per_s": self._interval["patches"] / elapsed,
+            "tokens_per_s": rates["tokens"],
+            "patches_per_s": rates["patches"],
             "step_s": self.step_s,
             "data_wait": min(1.0, wait),
             "memory_gib": memory_bytes / 2**30,
             "seconds": self.seconds,
         }
         if self.peak:
-            done = self.peak * self.runtime.world * elapsed
-            record["mfu_decoder"] = self._interval["decoder_flops"] / done
-            record["mfu_vision"] = self._interval["vision_flops"] / done
+            peak = self.peak * self.runtime.world
+            record["mfu_decoder"] = rates["decoder_flops"] / peak
+            record["mfu_vision"] = rates["vision_flops"] / peak
             record["mfu"] = record["mfu_decoder"] + record["mfu_vision"]
-        if measured:
-            held, encoded, mean = self._vision_3.tolist()
-            record["vision_imbalance"] = held / mean if mean else 1.0
-            record["vision_imbalance_after"] = encoded / mean if mean else 1.0
-        # The next interval begins now; totals go on.
-        self._vision_3.zero_()
-        self._interval = dict.fromkeys(COUNTS, 0.0)
-        self._interval_s = self._waited_s = 0.0
+        # The next interval begins where the last step ended; totals go on.
+        self._before, self._began_s, self._waited_s = dict(self.totals), self.seconds, 0.0
         return record
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and times, equal on all ranks; every rank calls it."""
         self.flush()
-        return {
-            "totals": dict(self.totals),
-            "seconds": self.seconds,
-            "step_s": self.step_s,
-            "vision": self._vision_3.clone(),
-        }
+        return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = dict(state["totals"])
         self.seconds, self.step_s = state["seconds"], state["step_s"]
-        self._vision_3, self._work = state["vision"].clone(), []
         self.restart_clock()

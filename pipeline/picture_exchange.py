@@ -19,7 +19,6 @@ from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import Route, VisionCost, complaint, gather_grids, plan_step
 
-SETTINGS = ("off", "auto", "on")
 # Largest over mean vision FLOPs of the ranks. Handing pictures over costs two collectives a step; where the
 # ranks' work differs by less than a tenth there is little to win by it.
 EXCHANGE_ABOVE = 1.1
@@ -40,9 +39,7 @@ class PictureExchange:
         if runtime.world == 1:
             return
         # Ranks with different settings would wait for one another for ever.
-        code = SETTINGS.index(self.setting)
-        highest = runtime.agree(code)
-        if highest != -runtime.agree(-code):  # both on every rank, whatever the first says
+        if len(set(runtime.gather(self.setting))) > 1:
             raise UserError(
                 f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on"
                 " another: start all ranks with the same recipe"
@@ -78,12 +75,3 @@ class PictureExchange:
         # A micro-batch in which nothing moves needs no collective at all.
         rank = self.runtime.rank
         return [Route(part, rank, self.group) if part.moves else None for part in plan.parts]
-
-    def work(self, batches: Sequence[Any], routes: Sequence[Route | None]) -> tuple[float, float]:
-        """Forward FLOPs of the tower in this rank's step: of its own pictures, and of those it encoded."""
-        own = sum(self.cost.of(batch.grids) for batch in batches)
-        done = sum(
-            self.cost.of(batch.grids if route is None else route.held)
-            for batch, route in zip(batches, routes, strict=True)
-        )
-        return own, done

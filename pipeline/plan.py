@@ -26,7 +26,7 @@ from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.optim.registry import param_groups
-from earlyfusion.pipeline.optim.routing import UPDATE_RMS, TableRow, routing_rows
+from earlyfusion.pipeline.optim.routing import TableRow, routing_rows
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start
@@ -94,8 +94,6 @@ def decoder_parameters(count: ParameterCount) -> int:
 def routing_table(config: RunConfig, model: NativeFusion) -> Table:
     """Which optimizer family trains each weight, layers of equal name and shape in one row."""
     groups = param_groups(config.optim, model)
-    for group in groups:
-        group["rms"] = UPDATE_RMS
     decayed = {fqn for group in groups if group["weight_decay"] for fqn in group["fqns"]}
 
     table = _table("optimizer: who trains what", "weights,count,shape,family,decay,Muon blocks,update scale")

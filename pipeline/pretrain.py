@@ -29,9 +29,9 @@ import torch
 
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate
-from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
+from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments
-from earlyfusion.pipeline.config.compose import dump, load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard, Verdict
@@ -43,7 +43,7 @@ from earlyfusion.pipeline.plan import banner
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
 from earlyfusion.pipeline.schedule import StageTable, due
 from earlyfusion.pipeline.stage_data import StageLoaders
-from earlyfusion.pipeline.step import LossMeter, StepLoss, forward_backward
+from earlyfusion.pipeline.step import LossMeter, forward_backward
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import Update, check_frozen, expert_metrics, update
 
@@ -60,10 +60,8 @@ class Pretraining:
         self.config = config = self.fit_vocabulary(config)
         self.out = Path(config.run.directory)
 
-        # What a resume must agree with, and the checkpoint it goes on from.
-        facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
-        keep = config.checkpoint
-        self.checkpoints = Checkpointer(self.out, runtime, facts, keep.keep, keep.keep_every)
+        # The checkpoint that a resume goes on from; it must be of this recipe and this vocabulary.
+        self.checkpoints = Checkpointer.of(config, self.tokenizer, runtime)
         start = self.checkpoints.start(resume)
 
         # The model, spread over the ranks, and the optimizer over its parameters.
@@ -72,7 +70,7 @@ class Pretraining:
         check_frozen(self.fusion, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
         self.model = replicate(self.fusion, runtime)
         self.optimizer = build.optimizer(config.optim, self.fusion)
-        self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
+        self.guard = Guard(config.guard.policy, runtime.agree)
 
         # Schedule, data, and who encodes which picture.
         self.step, self.total = 0, config.total_steps
@@ -91,15 +89,7 @@ class Pretraining:
 
         # From here on a signal waits for the end of a step, and the output folder is written to.
         runtime.stop.install()
-        self.tracker = Tracker(
-            self.out,
-            runtime,
-            total_steps=self.total,
-            start_step=self.step,
-            trackers=config.track.trackers,
-            recipe=dump(config),
-            name=config.run.name,
-        )
+        self.tracker = Tracker(self.out, runtime, total_steps=self.total, start_step=self.step, config=config)
         if runtime.is_main:
             build.write_recipe(self.out, config)
 
@@ -141,7 +131,7 @@ class Pretraining:
             # Forward and backward; pictures may be encoded on other ranks, gradients are averaged over all.
             self.model.train()
             routes = self.exchange.routes(batches, stage.max_patches)
-            losses = forward_backward(runtime, self.model, batches, self.loss_meter, routes)
+            loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes)
 
             # Clip, let the guard look at it, step or forget.
             step = update(
@@ -149,11 +139,11 @@ class Pretraining:
                 self.optimizer,
                 self.guard,
                 runtime,
-                loss=losses.loss,
+                loss=loss,
                 lr=lr,
                 clip_grad_norm=config.optim.clip_grad_norm,
                 frozen=stage.frozen,
-                can_roll_back=self.guard.policy == "rollback" and self.checkpoints.latest() is not None,
+                can_roll_back=self.guard.policy == "rollback" and latest(self.checkpoints.folder) is not None,
             )
 
             # Count what the step did.
@@ -164,13 +154,12 @@ class Pretraining:
                 samples=sum(batch.segments.num for batch in batches),
                 decoder_flops=decoder_flops,
                 vision_flops=vision_flops,
-                vision_work=self.exchange.work(batches, routes),
             )
             self.step += 1
 
             # Log it, unless the guard sent the run back to a checkpoint.
             if not (step.refused and self.rolled_back(step.verdict)):
-                self.log(stage.name, losses, lr, step)
+                self.log(stage.name, loss, lr, step)
                 if self.step < self.total and self.stages.index(self.step) != index:
                     self.guard.new_stage()
 
@@ -185,10 +174,9 @@ class Pretraining:
                     self.save()
         return self.finish()
 
-    def log(self, stage: str, losses: StepLoss, lr: float, step: Update) -> None:
+    def log(self, stage: str, loss: float, lr: float, step: Update) -> None:
         """A line of the terminal at every step, a record every `track.log_every`."""
-        record: dict[str, Any] = {"stage": stage, "loss": losses.loss, "lr": lr}
-        record |= {"grad_norm": step.grad_norm, "fill": losses.fill}
+        record: dict[str, Any] = {"stage": stage, "loss": loss, "lr": lr, "grad_norm": step.grad_norm}
         if self.step % self.config.track.log_every and self.step != self.total:
             self.tracker.tick(self.step, record | {"step_s": self.meter.step_s})
             return

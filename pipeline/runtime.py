@@ -14,7 +14,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -48,73 +48,69 @@ def check_versions(torch_version: str = torch.__version__) -> None:
     requested_backend()
 
 
-def launcher_words() -> list[str]:
-    """The command line of the process that started this one; nothing where /proc does not tell."""
-    try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
 def check_launcher(
-    mixed_precision: str, environment: Mapping[str, str] = os.environ, words: Sequence[str] | None = None
+    mixed_precision: str, environment: Mapping[str, str] = os.environ, words: Sequence[str] = ()
 ) -> None:
     """UserError for settings of `accelerate launch` that the recipe contradicts or that nothing here would
     obey.
 
     mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing. words: the
-    launcher's command line, which names what it does not hand on through the environment.
+    launcher's command line (that of the parent process if not given), which names what it does not hand on
+    through the environment.
     """
-    # What the launcher handed on through the environment, and what it only had on its command line.
     said = {key.removeprefix("ACCELERATE_"): value for key, value in environment.items()}
-    if "MIXED_PRECISION" in said:
-        for option, value in pairwise(
-            [part for word in words or launcher_words() for part in word.split("=", 1)] + [""]
-        ):
+    launched = "MIXED_PRECISION" in said
+    if launched and not words:
+        # Where there is no /proc, what the launcher keeps to itself is not known.
+        with suppress(OSError):
+            line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+            words = line.decode(errors="replace").split("\0")
+    if launched:
+        options = " ".join(words).replace("=", " ").split()
+        for option, value in pairwise([*options, ""]):
             if option == "--gradient_accumulation_steps":
                 said["GRADIENT_ACCUMULATION_STEPS"] = value
             elif option in ("--use_fsdp", "--use_deepspeed"):
                 said[option[2:].upper()] = "true"
-    precision = said.get("MIXED_PRECISION", "no")
+
+    precision, dynamo = said.get("MIXED_PRECISION", "no"), said.get("DYNAMO_BACKEND", "NO")
+    accumulated = said.get("GRADIENT_ACCUMULATION_STEPS", "1")
+    others = [name for name in OTHER_TRAINERS if said.get(f"USE_{name}", "false").lower() == "true"]
+    # A CPU launch that asked for several processes and got one would train on a part of the data.
+    counted = any(name in environment for name in COUNTS_OF_PROCESSES)
+    problem = None
     if precision not in ("no", mixed_precision):
-        raise UserError(
+        problem = (
             f"accelerate was given mixed precision {precision!r}, the recipe says {mixed_precision!r}: "
             "set train.mixed_precision and launch with --mixed_precision no"
         )
-    if said.get("GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-        raise UserError(
-            f"accelerate was given {said['GRADIENT_ACCUMULATION_STEPS']} gradient accumulation steps: "
+    elif accumulated != "1":
+        problem = (
+            f"accelerate was given {accumulated} gradient accumulation steps: "
             "the recipe decides; raise the stage's lanes instead (--stages.NAME.lanes)"
         )
-    for name in OTHER_TRAINERS:
-        if said.get(f"USE_{name}", "false").lower() == "true":
-            raise UserError(
-                f"accelerate was configured for {name}: data parallel (DDP) alone is here; launch without it"
-            )
-    if said.get("DYNAMO_BACKEND", "NO").upper() != "NO":
-        raise UserError(f"accelerate was given the dynamo backend {said['DYNAMO_BACKEND']}: launch with no")
-    # A CPU launch that asked for several processes and got one would train on a part of the data.
-    several = "MASTER_ADDR" in environment and "MIXED_PRECISION" in said
-    if several and not any(name in environment for name in COUNTS_OF_PROCESSES):
-        raise UserError(
+    elif others:
+        problem = (
+            f"accelerate was configured for {others[0]}: data parallel (DDP) alone is here; launch without it"
+        )
+    elif dynamo.upper() != "NO":
+        problem = f"accelerate was given the dynamo backend {dynamo}: launch with no"
+    elif launched and "MASTER_ADDR" in environment and not counted:
+        problem = (
             "accelerate was asked for several processes but starts one on a CPU: "
             "use torchrun --standalone --nproc-per-node N -m ..., or --num_processes 1"
         )
+    if problem:
+        raise UserError(problem)
 
 
-def tie_to_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+def tie_to_launcher() -> None:
     """Under accelerate or torchrun: SIGTERM for this process when the launcher ends, so that no orphan trains
-    on.
-
-    Linux only; True where it was done. A run without a launcher outlives its shell, as nohup wants it.
-    """
-    if not any(name in environment for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")):
-        return False
-    try:
+    on. Linux only. A run without a launcher outlives its shell, as nohup wants it."""
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         # The kernel sends it, also where the launcher was killed and can tell nobody.
-        return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def installed(package: str) -> str | None:
@@ -168,21 +164,18 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def keep_freed_memory(most: int = 2**31 - 1) -> bool:
-    """Tell glibc to keep large freed buffers for reuse, `most` bytes in all; True where that worked.
+def keep_freed_memory(most: int = 2**31 - 1) -> None:
+    """Tell glibc to keep large freed buffers for reuse, `most` bytes in all; nothing where there is no glibc.
 
     By default every tensor above 128 KiB is mapped anew and its pages are faulted in and zeroed again, which
     on a CPU costs as much as the arithmetic. Tensors of a training step have the same sizes in every step, so
     keeping them costs little memory. A server, whose sizes others choose, sets a bound: single buffers above
     it are never kept.
     """
-    try:
+    with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        return bool(
-            libc.mallopt(M_MMAP_THRESHOLD, min(1 << 30, most)) and libc.mallopt(M_TRIM_THRESHOLD, most)
-        )
-    except (OSError, AttributeError):
-        return False
+        if libc.mallopt(M_MMAP_THRESHOLD, min(1 << 30, most)):
+            libc.mallopt(M_TRIM_THRESHOLD, most)
 
 
 class StopFlag:
@@ -215,16 +208,10 @@ class StopFlag:
 class Runtime:
     """The processes of this run.
 
-    Args:
-        mixed_precision: "no" or "bf16".
-        threads: torch CPU threads; None keeps torch's choice.
+    mixed_precision: "no" or "bf16". threads: torch CPU threads; None keeps torch's choice.
     """
 
-    def __init__(
-        self,
-        mixed_precision: str = "no",
-        threads: int | None = None,
-    ):
+    def __init__(self, mixed_precision: str = "no", threads: int | None = None) -> None:
         check_versions()
         # On a GPU tensors come from torch's own pool.
         if not torch.cuda.is_available():
@@ -280,20 +267,17 @@ class Runtime:
         """True on every rank when any rank has received a stop signal. Call once per step, on every rank."""
         return bool(self.agree(int(self.stop.received is not None)))
 
-    def lanes(self, lanes: int) -> list[int]:
-        """The micro-batch lanes of this rank; UserError when the lanes do not divide evenly over the
-        processes."""
+    def check_lanes(self, lanes: int) -> None:
+        """UserError when micro-batch lanes do not divide evenly over the processes."""
+        # Lane i is data of its own, whichever rank reads it: so another world size can go on.
         if lanes % self.world:
             raise UserError(
                 f"{lanes} lanes cannot be shared evenly by {self.world} processes: set the stage's lanes to a"
                 f" multiple of {self.world}, or start a number of processes that divides {lanes}"
             )
-        # Lane i is data of its own, whichever rank reads it: so another world size can go on.
-        return list(range(self.rank, lanes, self.world))
 
     def barrier(self) -> None:
-        if self.world > 1:
-            self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
         """Leave the process group and give the signal handlers back."""

@@ -11,28 +11,25 @@ from collections.abc import Sequence
 from earlyfusion.pipeline.config.schema import StageSection
 
 
-def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> float:
-    """Linear rise, then final + (1 - final) (1 + cos(pi u)) / 2, u from 0 (end of warm-up) to 1 (last
-    step)."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps  # the first update is never zero
-    # steps - 1: the last update, and not the one after it, is at the final ratio.
-    u = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
-    return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * u))
+def lr_ratio(stage: StageSection, step: int) -> float:
+    """Share of the peak learning rate at `step` of a stage: a linear rise over its warm-up, then
 
-
-def wsd(
-    step: int, steps: int, warmup_steps: int = 0, decay_steps: int = 0, final_ratio: float = 0.0
-) -> float:
-    """Linear rise, stable at 1, then linear over the last decay_steps; the last step is at final_ratio."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
+    cosine  final + (1 - final) (1 + cos(pi u)) / 2, u from 0 (end of warm-up) to 1 (last step)
+    wsd     stable at 1, then linear over the last decay_steps; the last step is at the final ratio
+    """
+    if step < stage.warmup_steps:
+        return (step + 1) / stage.warmup_steps  # the first update is never zero
+    final = stage.final_lr_ratio
+    if stage.schedule == "cosine":
+        # steps - 1: the last update, and not the one after it, is at the final ratio.
+        u = min(1.0, (step - stage.warmup_steps) / max(1, stage.steps - 1 - stage.warmup_steps))
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * u))
     # + 1: the first update of the decay is already below the peak.
-    into_decay = max(0, step - (steps - decay_steps) + 1)
-    return 1.0 - (1.0 - final_ratio) * min(1.0, into_decay / max(1, decay_steps))
+    into_decay = max(0, step - (stage.steps - stage.decay_steps) + 1)
+    return 1.0 - (1.0 - final) * min(1.0, into_decay / max(1, stage.decay_steps))
 
 
-def linear(peak: float, step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 1.0) -> float:
+def linear(peak: float, step: int, steps: int, warmup_steps: int, final_ratio: float) -> float:
     """The rate itself: linear rise to `peak`, then evenly towards final_ratio * peak after the last step."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -49,8 +46,7 @@ class StageTable:
     """Global step -> stage and learning rate. `lr` is the peak of stages that name none."""
 
     def __init__(self, stages: Sequence[StageSection], lr: float) -> None:
-        self.stages = list(stages)
-        self._lr = lr
+        self.stages, self._lr = list(stages), lr
         # One entry more than stages: the end of the run has a place, too.
         self.starts = [0]
         for stage in self.stages:
@@ -65,15 +61,9 @@ class StageTable:
 
     def peak(self, index: int) -> float:
         """Peak learning rate of a stage."""
-        own = self.stages[index].lr
-        return self._lr if own is None else own
+        return self.stages[index].lr or self._lr
 
     def lr(self, step: int) -> float:
         """Learning rate of the update that global step `step` makes."""
         index = self.index(step)
-        stage, inside = self.stages[index], step - self.starts[index]
-        if stage.schedule == "cosine":
-            ratio = cosine(inside, stage.steps, stage.warmup_steps, stage.final_lr_ratio)
-        else:
-            ratio = wsd(inside, stage.steps, stage.warmup_steps, stage.decay_steps, stage.final_lr_ratio)
-        return self.peak(index) * ratio
+        return self.peak(index) * lr_ratio(self.stages[index], step - self.starts[index])

@@ -58,7 +58,7 @@ class StageLoaders:
         deletes nothing."""
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
-            runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
+            runtime.check_lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
         self._stage = -1
         self._loader: Loader | None = None
         self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor

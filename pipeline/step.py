@@ -10,7 +10,6 @@ Legend: T tokens, S sources, R = 2 S rows (source x [with a picture, text only])
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,6 @@ from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.pipeline.parallel import gradient_sync
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import Route
-
-
-@dataclass
-class StepLoss:
-    """One global step: weighted mean loss (nats), and sums over all ranks. fill: tokens over positions."""
-
-    loss: float
-    tokens: int
-    patches: int
-    documents: int
-    fill: float
 
 
 class LossMeter:
@@ -75,17 +63,16 @@ def forward_backward(
     batches: Sequence[PackedBatch],
     meter: LossMeter,
     routes: Sequence[Route | None] = (),
-) -> StepLoss:
-    """Accumulate the gradients of one global step into `.grad`; returns its sums.
+) -> float:
+    """Accumulate the gradients of one global step into `.grad`; returns its weighted mean loss in nats.
 
     model: NativeFusion, replicated or bare. batches: this rank's micro-batches on its device. routes: of
     `PictureExchange`, one (or None) a micro-batch; empty: every rank encodes its own pictures.
     """
     # What the loss is divided by: the weights of all ranks. DDP averages gradients, hence the world size.
-    counts = [(b.num_tokens, b.num_patches, b.segments.num, b.ids.numel()) for b in batches]
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
-    totals = runtime.sum(torch.stack([torch.stack(weights).sum(), *weights[0].new_tensor(counts).sum(dim=0)]))
-    scale = runtime.world / totals[0].clamp_min(1e-12)
+    weight = runtime.sum(torch.stack(weights).sum()).clamp_min(1e-12)
+    scale = runtime.world / weight
 
     losses = []
     for index, batch in enumerate(batches):
@@ -98,7 +85,4 @@ def forward_backward(
         meter.add(batch, out.nll_T)
 
     # The step's one host sync: everything before it is only queued on a GPU.
-    loss_sum = runtime.sum(torch.stack(losses).sum())[None]
-    weight, tokens, patches, documents, positions, loss = torch.cat([totals, loss_sum]).tolist()
-    fill = tokens / max(positions, 1)
-    return StepLoss(loss / max(weight, 1e-12), int(tokens), int(patches), int(documents), fill)
+    return float(runtime.sum(torch.stack(losses).sum()) / weight)

@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import plain, read_jsonl, write_atomic
-from earlyfusion.pipeline.config.compose import flatten
+from earlyfusion.pipeline.config.compose import dump, flatten
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -65,26 +64,12 @@ def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, A
     return [record for record in read_jsonl(path) if event is None or record.get("event") == event]
 
 
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop records after `step` (and torn lines), atomically."""
-    kept = []
-    for record in read_jsonl(path):
-        if is_number(at := record.get("step", 0)) and at <= step:
-            kept.append(json.dumps(record, allow_nan=False) + "\n")
-    if path.exists():
-        write_atomic(path, "".join(kept))
-
-
 class Tracker:
     """Records and shows one run.
 
-    Args:
-        out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file
-        is begun
-            anew; s > 0: records up to s are kept).
-        unit: what a step is called on the terminal.
-        trackers: accelerate's trackers by name that get the numbers too; tensorboard writes below
-            <out>/tensorboard.
+    out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file is
+    begun anew; s > 0: records up to s are kept). config: the resolved recipe; its `track.trackers` get the
+    numbers too (tensorboard writes below <out>/tensorboard). unit: what a step is called on the terminal.
     """
 
     def __init__(
@@ -94,33 +79,43 @@ class Tracker:
         *,
         total_steps: int,
         start_step: int = 0,
-        trackers: Sequence[str] = (),
-        recipe: Mapping[str, Any] | None = None,
-        name: str = "earlyfusion",
+        config: Any = None,
         console: Console | None = None,
         unit: str = "step",
-    ):
+    ) -> None:
         self.main = runtime.is_main
         self.path = Path(out) / FILE
         console = console or Console(file=sys.stderr, highlight=False, quiet=not self.main)
-        self.progress = Progress(console, total_steps, unit=unit, title=name)
+        title = "" if config is None else config.run.name
+        self.progress = Progress(console, total_steps, unit=unit, title=title)
         self._file: Any = None
         # accelerate sends to all its trackers, and to none where there are none.
         self._trackers = runtime.accelerator
-        if trackers:
-            start_trackers(runtime.accelerator, trackers, self.path.parent, start_step, name, recipe or {})
-        if self.main:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if start_step == 0:
-                self.path.unlink(missing_ok=True)
+        if config is not None and config.track.trackers:
+            self._start_trackers(config, start_step)
+        if self.main and start_step == 0:
+            self.path.unlink(missing_ok=True)
         self.rewind(start_step)
+
+    def _start_trackers(self, config: Any, start_step: int) -> None:
+        """Let accelerate begin its trackers; TensorBoard forgets events after `start_step`."""
+        out, names = self.path.parent, config.track.trackers
+        self._trackers.project_configuration.set_directories(str(out))
+        loggers: list[Any] = [name for name in names if name != "tensorboard"]
+        if "tensorboard" in names:
+            # accelerate's own would write elsewhere, and keep what a resume repeats.
+            loggers.append(TensorBoardTracker("tensorboard", out, purge_step=start_step + 1))
+        self._trackers.log_with = filter_trackers(loggers, out)
+        # Trackers take flat tables of plain values.
+        shown = {}
+        for key, value in flatten(dump(config)):
+            shown[key] = value if isinstance(value, int | float | str) else str(value)
+        self._trackers.init_trackers(config.run.name, config=shown)
 
     def _unwritable(self, error: OSError) -> UserError:
         """The end of a run that can tell no more. What the file still holds in memory is dropped with it."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
+        with contextlib.suppress(OSError):
+            self.close()
         return UserError(
             f"{self.path}: cannot be written ({error.strerror or error}); free disk space, then go on with"
             " --resume"
@@ -138,7 +133,7 @@ class Tracker:
 
     def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
         """The plain numbers to the trackers."""
-        scalars = {key: value for key, value in numbers.items() if is_number(value)}
+        scalars = {key: value for key, value in numbers.items() if type(value) in (int, float)}
         if scalars:
             self._trackers.log(scalars, step=step)
 
@@ -183,41 +178,19 @@ class Tracker:
             return
         if self._file is not None:
             self._file.close()
+        # A resume and a rollback both tell steps again, which must stand there once.
+        kept = []
+        for record in read_jsonl(self.path):
+            if type(at := record.get("step", 0)) in (int, float) and at <= step:
+                kept.append(json.dumps(record, allow_nan=False) + "\n")
         try:
-            # A resume and a rollback both tell steps again, which must stand there once.
-            truncate_metrics(self.path, step)
+            write_atomic(self.path, "".join(kept))
             self._file = open(self.path, "a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise self._unwritable(error) from None
 
     def close(self) -> None:
         self.progress.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def start_trackers(
-    accelerator: Accelerator,
-    names: Sequence[str],
-    out: Path,
-    start_step: int,
-    run: str,
-    recipe: Mapping[str, Any],
-) -> None:
-    """Let accelerate begin its trackers; TensorBoard forgets events after `start_step`."""
-    accelerator.project_configuration.set_directories(str(out))
-    loggers: list[Any] = [name for name in names if name != "tensorboard"]
-    if "tensorboard" in names:
-        # accelerate's own would write elsewhere, and keep what a resume repeats.
-        loggers.append(TensorBoardTracker("tensorboard", out, purge_step=start_step + 1))
-    accelerator.log_with = filter_trackers(loggers, out)
-    # Trackers take flat tables of plain values.
-    shown = {}
-    for key, value in flatten(recipe):
-        shown[key] = value if isinstance(value, int | float | str) else str(value)
-    accelerator.init_trackers(run, config=shown)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -57,7 +57,6 @@ class Piece:
     """A distinct answer to a prompt: what is computed once. answers: those that are it, by their number
     in N."""
 
-    group: int
     trajectory: Trajectory
     answers: list[int]
 
@@ -83,7 +82,7 @@ def distinct(experience: Experience, groups: Iterable[int]) -> list[Piece]:
                 done = trajectory.completion
                 routing = None if done.routing is None else done.routing.tobytes()
                 key = (g, tuple(done.ids), tuple(done.versions), trajectory.inserted, routing)
-                pieces.setdefault(key, Piece(g, trajectory, [])).answers.append(n)
+                pieces.setdefault(key, Piece(trajectory, [])).answers.append(n)
     return list(pieces.values())
 
 

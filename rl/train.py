@@ -43,9 +43,9 @@ from earlyfusion.eval.measured import summary, write_measured
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build, cli
-from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
+from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
 from earlyfusion.pipeline.config.arguments import RecipeArguments
-from earlyfusion.pipeline.config.compose import compose, dump, validate
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.launch import launch
@@ -62,7 +62,7 @@ from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig, start_directory
 from earlyfusion.rl.report.run import write_rl_report
 from earlyfusion.rl.rewards import STATUSES, Scored, make_reward
-from earlyfusion.rl.rollouts.collect import Collected, Collector, Group, Interrupted
+from earlyfusion.rl.rollouts.collect import Collector, Group, Interrupted
 from earlyfusion.rl.rollouts.curriculum import temperature
 from earlyfusion.rl.rollouts.experience import Experience, build_rewards, experience, rollout_metrics, score
 from earlyfusion.rl.rollouts.log import RolloutLog, group_records
@@ -83,9 +83,7 @@ class Reinforcement:
         seed_everything(config.run.seed)
         self.start_folder = start_directory(config)
         self.tokenizer = Tokenizer.load(self.start_folder)
-        facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
-        keep = config.checkpoint
-        self.checkpoints = Checkpointer(self.out, runtime, facts, keep.keep, keep.keep_every)
+        self.checkpoints = Checkpointer.of(config, self.tokenizer, runtime)
         start = self.checkpoints.start(resume)
 
         # The policy, and the optimizer over it.
@@ -93,7 +91,7 @@ class Reinforcement:
         self.model = load_model(self.start_folder, runtime.device, torch.float32)
         check_frozen(self.model, {"train.frozen": train.frozen})
         self.optimizer = build.optimizer(config.optim, self.model)
-        self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
+        self.guard = Guard(config.guard.policy, runtime.agree)
 
         # Prompts, the engine that answers them, what the answers earn, and what is learned from that.
         self.prompts = PromptPool(config, self.tokenizer, self.model.config.vision)
@@ -115,15 +113,9 @@ class Reinforcement:
             self.restore(start)
 
         # From here on a signal waits for the end of an iteration, and the output folder is written to.
+        total, done = config.total_updates, self.update
         self.tracker = Tracker(
-            self.out,
-            runtime,
-            total_steps=config.total_updates,
-            start_step=self.update,
-            trackers=config.track.trackers,
-            recipe=dump(config),
-            name=config.run.name,
-            unit="update",
+            self.out, runtime, total_steps=total, start_step=done, config=config, unit="update"
         )
         if runtime.is_main:
             build.write_recipe(self.out, config)
@@ -190,9 +182,9 @@ class Reinforcement:
         # The control arm that trains on curated data alone has no answers.
         found = experience(config, [], [], self.update, {})
         if not config.ptx.only:
-            collected, found, score_s = self.collect_and_score()
+            found, score_s = self.collect_and_score()
             counts = {f"rewards/{status}": self.rewards.counts[status] for status in STATUSES[1:]}
-            record |= rollout_metrics(config, self.runtime, self.update, collected, found, counts)
+            record |= rollout_metrics(config, self.runtime, self.update, self.collector, found, counts)
             record |= {f"prompts/{reason}": float(n) for reason, n in self.prompts.left_out.items()}
             record |= self.collector.tool_metrics() | {"time/score_s": score_s}
             self.latest = found
@@ -201,30 +193,24 @@ class Reinforcement:
         record |= self.learn(found)
         return record | {"time/train_s": time.perf_counter() - start}
 
-    def collect_and_score(self) -> tuple[Collected, Experience, float]:
+    def collect_and_score(self) -> tuple[Experience, float]:
         """Rollouts, what they earned, and the seconds of scoring; with rollout.resample, groups that teach
         nothing are replaced by new prompts."""
         config, update = self.config, self.update
         self.refresh_engine()
         degree, missing = temperature(config.temperature, update), config.rollout.prompts
-        whole, score_s = Collected([]), 0.0
+        self.collector.spent.clear()
+        score_s = 0.0
         groups: list[Group] = []
         scored: list[Scored] = []
         for round_ in range(config.rollout.resample + 1):
             collected = self.collector.collect(update, degree, missing, round_)
             start = time.perf_counter()
-            judged = score(self.rewards, collected.groups)
+            judged = score(self.rewards, collected)
             score_s += time.perf_counter() - start
             # Groups that are replaced below were tried as well, so the curriculum hears of every round.
-            self.count_solved(experience(config, collected.groups, judged, update, self.budgets))
-
-            # What this round cost is added up; what is carried is what the last one left.
-            whole.seconds += collected.seconds
-            whole.engine_s += collected.engine_s
-            whole.tokens += collected.tokens
-            whole.lengths += collected.lengths
-            whole.carried = collected.carried
-            groups, scored = groups + collected.groups, scored + judged
+            self.count_solved(experience(config, collected, judged, update, self.budgets))
+            groups, scored = groups + collected, scored + judged
             found = experience(config, groups, scored, update, self.budgets)
             if round_ == config.rollout.resample:
                 break
@@ -236,7 +222,7 @@ class Reinforcement:
                 break
             groups = [group for group, bounds in zip(groups, found.bounds) if bounds in kept]
             scored = [one for bounds in kept for one in scored[slice(*bounds)]]
-        return whole, found, score_s
+        return found, score_s
 
     def refresh_engine(self) -> None:
         """The engine's weights become the trained ones; tokens from here on carry the update's number."""
@@ -330,7 +316,7 @@ class Reinforcement:
         bins, degree = self.prompts.solved_P.numel(), temperature(config.temperature, 0)
         count = max(bins, config.rollout.prompts)
         collected = self.collector.collect(0, degree, count, BUDGET_ROUND)
-        found = experience(config, collected.groups, score(self.rewards, collected.groups), 0, {})
+        found = experience(config, collected, score(self.rewards, collected), 0, {})
 
         # A bin whose answers lie on several processes has the mean of their budgets.
         table_P2 = torch.zeros(bins, 2, dtype=torch.float64)
@@ -346,10 +332,7 @@ class Reinforcement:
         """A line of the terminal at every update, a record every `track.log_every`, rollouts every
         `log.rollouts_every`."""
         config, last = self.config, self.update == self.config.total_updates
-        # What the three phases leave unexplained is shown, too: a slow log would hide otherwise.
-        known = sum(record.get(f"time/{name}_s", 0.0) for name in ("rollout", "score", "train"))
-        record |= {"time/other_s": max(0.0, seconds - known), "step_s": seconds}
-        record |= {"samples_per_s": record.get("answers", 0.0) / seconds, "updates_per_min": 60 / seconds}
+        record |= {"step_s": seconds, "samples_per_s": record.get("answers", 0.0) / seconds}
         record["memory_gib"] = peak_memory_bytes(self.runtime.device) / 2**30
         if self.update % config.track.log_every == 0 or last:
             self.tracker.log(self.update, record)

@@ -22,18 +22,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.muon.naive import coefficients
 from earlyfusion.pipeline.config.schema import OptimSection
-from earlyfusion.pipeline.optim.adamw import BETAS, adamw_step, fresh_state, state_dtype
+from earlyfusion.pipeline.optim.adamw import BETAS
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.registry import optimizer, param_groups
-from earlyfusion.pipeline.optim.routing import UPDATE_RMS, RoutingError, block_scale, local_part, sections
+from earlyfusion.pipeline.optim.routing import RoutingError, block_scale, local_part, sections
 
 CHUNK_ELEMENTS = {"cpu": 2**19}
 """Most elements in one stacked Newton-Schulz call by device type: on a CPU what a core's cache holds."""
 CHUNK_ELEMENTS_ELSEWHERE = 2**26  # 256 MiB of fp32
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of optimizer state for a parameter: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Blocks(NamedTuple):
@@ -47,9 +53,9 @@ class Blocks(NamedTuple):
 class MuonClip(torch.optim.Optimizer):
     """One optimizer over the groups of `build_param_groups`.
 
-    groups: may also set their own momentum, ns, rms, betas, eps. model: where QK-Clip finds the attention
-    layers. ns: Newton-Schulz preset; ns_dtype: its precision (None: bf16 where the hardware has it, see
-    kernels/muon). qk_clip: tau, or None for no clipping. Raises ValueError for an unknown preset.
+    model: where QK-Clip finds the attention layers. ns: Newton-Schulz preset; ns_dtype: its precision (None:
+    bf16 where the hardware has it, see kernels/muon). qk_clip: tau, or None for no clipping. Raises
+    ValueError for an unknown preset.
     """
 
     def __init__(
@@ -60,15 +66,12 @@ class MuonClip(torch.optim.Optimizer):
         momentum: float = 0.95,
         ns: str = "polar_express",
         ns_dtype: torch.dtype | None = None,
-        rms: float = UPDATE_RMS,
-        betas: tuple[float, float] = BETAS,
         eps: float = 1e-8,
         qk_clip: float | None = None,
     ) -> None:
         coefficients(ns)
-        # A group may overrule each of these.
-        super().__init__(groups, {"momentum": momentum, "ns": ns, "rms": rms, "betas": betas, "eps": eps})
-        self.ns_dtype = ns_dtype
+        super().__init__(groups, {})
+        self.momentum, self.ns, self.ns_dtype, self.eps = momentum, ns, ns_dtype, eps
         self.qk_clip = None if qk_clip is None else QKClip(model, qk_clip)
 
     @torch.no_grad()
@@ -84,21 +87,42 @@ class MuonClip(torch.optim.Optimizer):
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         params = [param for param in group["params"] if param.grad is not None]
-        states = []
+        operands = []
         for param in params:
-            if not self.state[param]:
-                # At the first gradient and not before: a frozen parameter costs no memory.
-                self.state[param].update(fresh_state(param))
-            states.append({key: local_part(value) for key, value in self.state[param].items()})
-        adamw_step(
-            [local_part(param) for param in params],
-            [local_part(param.grad) for param in params],
-            states,
+            state, dtype = self.state[param], state_dtype(param.dtype)
+            # At the first gradient and not before: a frozen parameter costs no memory.
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+            # 16-bit weights are updated in fp32 and rounded once, at the end.
+            wide = [local_part(value).to(dtype) for value in (param, param.grad)]
+            moments = [local_part(state[name]) for name in ("exp_avg", "exp_avg_sq")]
+            operands.append([*wide, *moments, state["step"]])
+        if not params:
+            return
+
+        # Every parameter counts its own steps: one that was frozen begins its bias correction late.
+        weights, grads, averages, squares, steps = map(list, zip(*operands))
+        adamw(
+            weights,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
             lr=float(group["lr"]),
+            beta1=BETAS[0],
+            beta2=BETAS[1],
             weight_decay=group["weight_decay"],
-            betas=tuple(group["betas"]),
-            eps=group["eps"],
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
         )
+        for param, weight in zip(params, weights):
+            if weight.dtype != param.dtype:
+                local_part(param).copy_(weight)
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         # Blocks of one size of all weights in one stack, so that one Newton-Schulz call serves many weights;
@@ -135,7 +159,7 @@ class MuonClip(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], stack: list[Blocks]) -> None:
         """One Muon update of blocks of one size, in place."""
-        weights, mu = [blocks.weight for blocks in stack], group["momentum"]
+        weights, mu = [blocks.weight for blocks in stack], self.momentum
         _, together, rows, columns = weights[0].shape
         counts = [weight.shape[0] for weight in weights]
         momenta = [blocks.momentum for blocks in stack]
@@ -146,10 +170,10 @@ class MuonClip(torch.optim.Optimizer):
         for slot, blocks in zip(stacked_Brc.split(counts), stack, strict=True):
             torch.lerp(blocks.grad, blocks.momentum, mu, out=slot.view(blocks.grad.shape))
         newton_schulz = resolve("newton_schulz", stacked_Brc.device)
-        ortho_Brc = newton_schulz(stacked_Brc, preset=group["ns"], dtype=self.ns_dtype)
+        ortho_Brc = newton_schulz(stacked_Brc, preset=self.ns, dtype=self.ns_dtype)
 
         # W := W (1 - lr wd) - lr scale O in one pass, so that 16-bit weights are rounded once.
-        scale = block_scale(together * rows, columns, group["rms"])
+        scale = block_scale(together * rows, columns)
         updates = [part.reshape(w.shape) for part, w in zip(ortho_Brc.split(counts), weights, strict=True)]
         if group["weight_decay"]:
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"] / scale)

@@ -91,13 +91,14 @@ def sections(weight: Tensor, spec: BlockSpec) -> tuple[Tensor, ...]:
     return units.split(spec[2:], dim=2)
 
 
-def block_scale(rows: int, columns: int, rms: float) -> float:
-    """Factor that gives an orthogonal block the root mean square `rms`: rms * sqrt(max(rows, columns)).
+def block_scale(rows: int, columns: int) -> float:
+    """Factor that gives an orthogonal block the root mean square UPDATE_RMS: UPDATE_RMS * sqrt(max(rows,
+    columns)).
 
     A (semi-)orthogonal matrix has mean square 1 / max(rows, columns). Source: Moonlight (arXiv 2502.16982)
     section 2.2.
     """
-    return rms * math.sqrt(max(rows, columns))
+    return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
 def build_param_groups(
@@ -228,6 +229,6 @@ def routing_rows(param_groups: Sequence[dict[str, Any]]) -> list[TableRow]:
                 if len(sizes) > 1:
                     blocks = f"({blocks})"
                 blocks = f"{math.prod(shape[:-2]) * spec[0]} x {blocks}"
-                scale = tuple(block_scale(*size, group["rms"]) for size in sizes)
+                scale = tuple(block_scale(*size) for size in sizes)
             table.append(TableRow(fqn, shape, group["family"], blocks, scale))
     return table

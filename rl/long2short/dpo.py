@@ -29,8 +29,7 @@ from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json
 from earlyfusion.model.engine.state import token_rules
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
-from earlyfusion.pipeline.config.compose import dump
+from earlyfusion.pipeline.checkpoint import Checkpointer, latest
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import peak_memory_bytes
@@ -104,12 +103,9 @@ class DpoRun:
         seed_everything(config.run.seed)
 
         # The newest checkpoint, if the run is to go on.
-        own = {"beta", "nll", "batch", "epochs", "problems"}
-        tree = dump(config) | {"long2short": options.model_dump(include=own)}
-        facts = RunFacts(tree, self.tokenizer.hash, self.tokenizer.vocab_size)
-        keep = config.checkpoint
-        self.checkpoints = Checkpointer(self.out, self.runtime, facts, keep.keep, keep.keep_every)
-        newest = self.checkpoints.latest()
+        own = options.model_dump(include={"beta", "nll", "batch", "epochs", "problems"})
+        self.checkpoints = Checkpointer.of(config, self.tokenizer, self.runtime, long2short=own)
+        newest = latest(self.checkpoints.folder)
         check_resume(self.out, newest is not None or (self.out / FILE).is_file(), options.resume)
         self.start = None if newest is None else self.checkpoints.load(newest)
 
@@ -117,7 +113,7 @@ class DpoRun:
         check_frozen(self.model, {"train.frozen": config.train.frozen})
         self.sampler = Sampler(config, self.model, self.tokenizer, self.folder, options.problems)
         self.optimizer = build.optimizer(config.optim, self.model)
-        self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
+        self.guard = Guard(config.guard.policy, self.runtime.agree)
         silent = sorted(token_rules(self.model, self.tokenizer).banned_ids)
         # Its packed rows and log-probabilities, not its objective.
         self.learner = Learner(config, self.model, self.runtime, silent)
@@ -212,8 +208,7 @@ class DpoRun:
         config, runtime = self.config, self.runtime
         # run.steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
         total = min(len(steps), config.run.steps or len(steps))
-        about: dict[str, Any] = {"trackers": config.track.trackers, "name": config.run.name}
-        tracker = Tracker(self.out, runtime, total_steps=total, start_step=self.step, **about)
+        tracker = Tracker(self.out, runtime, total_steps=total, start_step=self.step, config=config)
         self.model.train()
         stopped = False
         try:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,26 +51,14 @@ class Group:
         return self.prompt.problem
 
 
-@dataclass
-class Collected:
-    """What an iteration brought: complete groups, and how its time went. engine_s: inside the engine;
-    seconds: in all. lengths: tokens of all answers in work, finished or not; partial rollout favours short
-    ones, so both are logged."""
-
-    groups: list[Group]
-    seconds: float = 0.0
-    engine_s: float = 0.0
-    tokens: int = 0
-    carried: int = 0
-    lengths: list[int] = field(default_factory=list)
-
-
 class Collector:
-    """Asks the engine; keeps what is unfinished between iterations."""
+    """Asks the engine; keeps what is unfinished between iterations (`carried`), and counts what it spent
+    since the counter was cleared: seconds, those inside the engine (engine_s), tokens."""
 
     def __init__(self, config: RLConfig, pool: PromptPool, engine: Engine, runtime: Runtime) -> None:
         self.config, self.pool, self.engine, self.runtime = config, pool, engine, runtime
         self.carried: list[tuple[Prompt, PausedRequest]] = []
+        self.spent: dict[str, float] = defaultdict(float)
         self.replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
         self.tool_runner: ToolRunner | None = None
         if config.has_tools:
@@ -104,9 +92,9 @@ class Collector:
         world = self.runtime.world
         return count // world + (rank < count % world)
 
-    def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> Collected:
-        """Keep `count` prompts (of all processes) in work; every process calls it. round_: which of several
-        calls in one update, for the names of the requests.
+    def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> list[Group]:
+        """Keep `count` prompts (of all processes) in work; returns the complete groups. Every process calls
+        it. round_: which of several calls in one update, for the names of the requests.
 
         Raises Interrupted on every process when any was asked to stop meanwhile; the prompts are drawn and
         what was carried is gone then, so the caller goes back to what was before.
@@ -133,17 +121,8 @@ class Collector:
         self.carried = batch.paused
 
         # Complete groups alone are trained; their answers may be of several iterations.
-        collected = batch.collected
-        for name, prompt in batch.prompts.items():
-            group = Group(prompt, batch.answers(name))
-            collected.groups.append(group)
-            collected.lengths += [len(answer.ids) for answer in group.trajectories]
-        for _, paused in self.carried:
-            collected.lengths += [len(sample.ids) for sample in paused.samples]
-            collected.lengths += [len(completion.ids) for completion in paused.finished]
-        collected.carried = len(self.carried)
-        collected.seconds = time.perf_counter() - start
-        return collected
+        self.spent["seconds"] += time.perf_counter() - start
+        return [Group(prompt, batch.answers(name)) for name, prompt in batch.prompts.items()]
 
     def state_dict(self) -> list[Any]:
         """The unfinished requests of this process, with their states, for the checkpoint."""
@@ -168,7 +147,7 @@ class _Batch:
     def __init__(self, collector: Collector, temperature: float) -> None:
         config, rollout, pool = collector.config, collector.config.rollout, collector.pool
         self.config, self.engine, self.stop = config, collector.engine, collector.runtime.stop
-        self.replay = collector.replay
+        self.replay, self.spent = collector.replay, collector.spent
         # One seed for all: the noise of a sample is keyed by its request's name and its index.
         self.params = SamplingParams(
             rollout.max_new_tokens,
@@ -191,10 +170,8 @@ class _Batch:
         self.prompts: dict[str, Prompt] = {}
         self.handles: dict[str, Handle] = {}
         self.paused: list[tuple[Prompt, PausedRequest]] = []
-        self.collected = Collected([])
         self.unfinished = self.finished = 0  # answers carried over, answers finished here
-        self._written: Counter[tuple[str, int]] = Counter()
-        self._ids: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.written: dict[tuple[str, int], list[int]] = defaultdict(list)
 
     def resume(self, prompt: Prompt, paused: PausedRequest) -> None:
         """Go on with what an earlier iteration left; the rest is drawn at today's temperature."""
@@ -219,7 +196,7 @@ class _Batch:
             self._submit()
             start = time.perf_counter()
             events = self.engine.step()
-            self.collected.engine_s += time.perf_counter() - start
+            self.spent["engine_s"] += time.perf_counter() - start
             for event in events:
                 self._take(event)
             self._pause_over_the_cap()
@@ -263,21 +240,19 @@ class _Batch:
 
     def _take(self, event: Event) -> None:
         """Count the tokens of an event, and end an answer that has become a repetition."""
-        key, repeat = (event.request_id, event.index), self.config.repeat
+        key, done, repeat = (event.request_id, event.index), event.completion, self.config.repeat
         new = [token.id for token in event.tokens]
-        if event.completion is not None:
-            # Watched requests tell every token; the others only their end.
-            if not self.watched:
-                new = event.completion.ids
-            self.finished += self.tools is None or self.tools.take(event.completion, event.left)
-        elif repeat is not None:
-            ids = self._ids[key]
-            ids += new
-            # The penalty comes with the reward; ending it here only saves its remaining tokens.
-            if len(ids) % CHECK_EVERY == 0 and repeat_period(repeat, ids) is not None:
-                self.engine.end_sample(*key)
-        self._written[key] += len(new)
-        self.collected.tokens += len(new)
+        # Watched requests tell every token; the others only their end.
+        if done is not None and not self.watched:
+            new = done.ids
+        ids = self.written[key]
+        ids += new
+        self.spent["tokens"] += len(new)
+        if done is not None:
+            self.finished += self.tools is None or self.tools.take(done, event.left)
+        # The penalty comes with the reward; ending it here only saves its remaining tokens.
+        elif repeat is not None and len(ids) % CHECK_EVERY == 0 and repeat_period(repeat, ids) is not None:
+            self.engine.end_sample(*key)
 
     def _pause_over_the_cap(self) -> None:
         """Pause requests whose unfinished answers have all written rollout.token_cap tokens in this
@@ -287,7 +262,7 @@ class _Batch:
             return
         for name, handle in list(self.handles.items()):
             alive = set(range(handle.samples)) - {completion.index for completion in handle.completions}
-            if alive and all(self._written[name, index] >= cap for index in alive):
+            if alive and all(len(self.written[name, index]) >= cap for index in alive):
                 self._pause(name)
 
     def _pause(self, name: str) -> None:

@@ -23,7 +23,7 @@ from earlyfusion.rl.objectives.length import (
 )
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
-from earlyfusion.rl.rollouts.collect import Collected, Group
+from earlyfusion.rl.rollouts.collect import Collector, Group
 from earlyfusion.rl.rollouts.packing import Trajectory
 
 RIGHT = 0.999
@@ -157,7 +157,7 @@ def rollout_metrics(
     config: RLConfig,
     runtime: Runtime,
     update: int,
-    collected: Collected,
+    collector: Collector,
     found: Experience,
     counts: Mapping[str, float],
 ) -> dict[str, float]:
@@ -169,19 +169,17 @@ def rollout_metrics(
     table_E4.index_add_(0, found.entries_N, torch.stack([part.double() for part in parts], dim=1))
     table_E4 = runtime.sum(table_E4)
     completions = [answer.completion for answer in found.answers]
-    lengths = found.lengths_N.tolist()
+    lengths, spent = found.lengths_N.tolist(), collector.spent
     sums = runtime.sum_dict(
         {
             "length": sum(lengths),
             "informative": float(found.informative_N.sum()),
             "staleness": sum(update - version for done in completions for version in done.versions),
             "surprise": -sum(logp for done in completions for logp in done.logprobs),
-            "tokens": collected.tokens,
-            "carried": collected.carried,
-            "in_work": len(collected.lengths),
-            "length_in_work": sum(collected.lengths),
-            "engine_s": collected.engine_s,
-            "seconds": collected.seconds,
+            "tokens": spent["tokens"],
+            "carried": len(collector.carried),
+            "engine_s": spent["engine_s"],
+            "seconds": spent["seconds"],
             **counts,
         }
     )
@@ -197,7 +195,6 @@ def rollout_metrics(
     return record | {
         "length": sums["length"] / answers,
         "length_max": float(runtime.max(max(lengths, default=0.0))),
-        "length_in_work": sums["length_in_work"] / max(1.0, sums["in_work"]),
         "informative": sums["informative"] / answers,
         "staleness": sums["staleness"] / written,
         # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of
@@ -205,7 +202,7 @@ def rollout_metrics(
         "entropy": sums["surprise"] / written,
         "carried": sums["carried"],
         "tokens": sums["tokens"],
-        "time/rollout_s": collected.seconds,
+        "time/rollout_s": spent["seconds"],
         "engine_idle": 1 - sums["engine_s"] / max(sums["seconds"], 1e-9),
-        "tokens_per_s": sums["tokens"] / max(collected.seconds, 1e-9),
+        "tokens_per_s": sums["tokens"] / max(spent["seconds"], 1e-9),
     }

@@ -170,5 +170,5 @@ def gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, as the optimizer would see them."""
     fusion.zero_grad(set_to_none=False)
-    result = forward_backward(runtime, prepared, parts, LossMeter(["s"]), routes)
-    return result.loss, {name: parameter.grad.clone() for name, parameter in fusion.named_parameters()}
+    loss = forward_backward(runtime, prepared, parts, LossMeter(["s"]), routes)
+    return loss, {name: parameter.grad.clone() for name, parameter in fusion.named_parameters()}

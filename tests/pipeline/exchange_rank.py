@@ -23,7 +23,7 @@ def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: in
     prepared = replicate(fusion, runtime)
     parts = cases.batches(step, runtime.rank, seed)
     routes = exchange.routes(parts, 4096)
-    out = {"routes": [route is not None for route in routes], "work": exchange.work(parts, routes)}
+    out: dict = {"routes": [route is not None for route in routes]}
     ways = {"plain": (), "planned": routes}
     ways["scattered"] = [Route(plan, runtime.rank, exchange.group) for plan in cases.scattered(step, seed)]
     for name, way in ways.items():

@@ -4,14 +4,12 @@ pickled."""
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from torch import nn
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import checkpoint as module
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, completed, latest, load_tree, save_tree
-from earlyfusion.pipeline.runtime import Runtime, StopFlag, rng_state, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, StopFlag, rng_state
 
 RECIPE = {"optim": {"lr": 0.01}, "run": {"out": "a"}, "stages": [{"name": "s", "steps": 9}]}
 FACTS = RunFacts(RECIPE, "abc", 300)
@@ -47,17 +45,6 @@ def make(seed=0):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def one_step(model, optimizer) -> float:
-    """A step that draws from all three generators."""
-    ids = torch.tensor(np.random.randint(0, 11, 5)) if random.random() < 0.5 else torch.randint(0, 11, (5,))
-    loss = nn.functional.cross_entropy(model(ids), ids.roll(1))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    model.bias_of_router += float(loss.detach()) * 1e-3
-    return float(loss.detach())
-
-
 def save(checkpointer, step, model, optimizer, **other):
     trainer = {"seen": step, **other}
     return checkpointer.save(
@@ -72,24 +59,6 @@ def save(checkpointer, step, model, optimizer, **other):
 @pytest.fixture
 def keeper(tmp_path) -> Checkpointer:
     return Checkpointer(tmp_path, Runtime(), FACTS, keep=2)
-
-
-def test_a_resumed_run_has_bit_identical_losses(keeper):
-    seed_everything(5)
-    model, optimizer = make()
-    for _ in range(4):
-        one_step(model, optimizer)
-    path = save(keeper, 4, model, optimizer)
-    unbroken = [one_step(model, optimizer) for _ in range(5)]
-
-    seed_everything(99)
-    other, other_optimizer = make(seed=1)
-    loaded = keeper.load(path)
-    other.load_state_dict(loaded.model)
-    other_optimizer.load_state_dict(loaded.optimizer)
-    loaded.restore_rng(0, seed=5)
-    assert [one_step(other, other_optimizer) for _ in range(5)] == unbroken
-    assert (loaded.step, loaded.lanes, loaded.trainer) == (4, {0: {"cursor": 4}}, {"seen": 4})
 
 
 def test_state_trees_come_back_exactly(tmp_path):
@@ -131,13 +100,6 @@ def test_tied_weights_are_written_once(tmp_path):
 def test_what_cannot_be_written_without_pickle_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"state at /a/b: a set"):
         save_tree(tmp_path / "x", {"a": {"b": {1, 2}}})
-
-
-def test_nothing_in_a_checkpoint_is_a_pickle(keeper):
-    path = save(keeper, 1, *make())
-    assert {file.suffix for file in path.iterdir()} <= {".json", ".safetensors", ""}
-    for file in path.iterdir():
-        assert file.read_bytes()[:2] not in (b"\x80\x02", b"\x80\x04", b"PK"), file
 
 
 KILLED = textwrap.dedent("""
@@ -196,7 +158,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     steps = []
     for folder in folders:
         keeper = Checkpointer(folder, Runtime(), RunFacts({"stages": []}, "abc", 300), keep=1)
-        loaded = keeper.load(keeper.latest())
+        loaded = keeper.load(latest(keeper.folder))
         assert torch.equal(loaded.model["w"], torch.full((4,), float(loaded.step)))
         assert loaded.lanes == {0: loaded.step}
         steps.append(loaded.step)
@@ -259,7 +221,7 @@ def test_a_disk_that_fills_up_midway_leaves_nothing_half_written(keeper, monkeyp
             save(keeper, 2, model, optimizer)
     assert list(keeper.folder.iterdir()) == [good]
     save(keeper, 2, model, optimizer)
-    assert keeper.load(keeper.latest()).step == 2
+    assert keeper.load(latest(keeper.folder)).step == 2
 
 
 def changed(**optim):
@@ -293,14 +255,6 @@ def test_lanes_of_all_ranks_come_back_together_for_another_world_size(keeper):
     loaded = keeper.load(path)
     assert loaded.lanes == {0: {"cursor": 3}, 1: {"cursor": 33}} and len(loaded.rng) == 2
     loaded.restore_rng(rank=5, seed=0)  # a rank that did not exist: a seed of its own, no error
-
-
-def test_lanes_are_dealt_out_evenly_or_refused():
-    runtime = Runtime()
-    runtime.world, runtime.rank = 2, 1
-    assert runtime.lanes(4) == [1, 3]
-    with pytest.raises(UserError, match="3 lanes cannot be shared evenly by 2 processes"):
-        runtime.lanes(3)
 
 
 def test_signals_ask_for_a_stop_and_handlers_are_given_back():

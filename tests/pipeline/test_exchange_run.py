@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from tiny_run import environment, finish, losses, numbers, same, start, weights
-
-from earlyfusion.pipeline.track import read_metrics
+from tiny_run import environment, finish, numbers, same, start, weights
 
 STEPS = 4
 # Rounding only, as between one process and two (tests/pipeline/test_distributed.py), where it is measured.
@@ -52,16 +50,13 @@ def runs(recipe, folder) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_run_is_the_run_without_and_its_vision_work_is_more_even(runs):
-    for number, (ours, theirs) in enumerate(zip(losses(runs["on"]), losses(runs["off"]), strict=True)):
-        assert ours == pytest.approx(theirs, rel=LOSS_RTOL if number else FIRST_RTOL)
-    on, off = (read_metrics(runs[setting] / "metrics.jsonl", "train") for setting in ("on", "off"))
-    for mine, other in zip(on, off, strict=True):
-        assert mine["vision_imbalance"] == pytest.approx(other["vision_imbalance"], rel=1e-12)
-        assert other["vision_imbalance_after"] == other["vision_imbalance"]
-        assert 1 <= mine["vision_imbalance_after"] <= mine["vision_imbalance"]
+def test_the_run_is_the_run_without(runs):
+    """The same losses, up to rounding: that something was exchanged is seen by bits that differ."""
+    on, off = numbers(runs["on"]), numbers(runs["off"])
+    for number, (mine, other) in enumerate(zip(on, off, strict=True)):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=LOSS_RTOL if number else FIRST_RTOL)
         assert mine["patches"] == other["patches"] and mine["tokens"] == other["tokens"]
-    assert any(mine["vision_imbalance_after"] < mine["vision_imbalance"] - 0.02 for mine in on), on
+    assert not same(weights(runs["on"]), weights(runs["off"]))
 
 
 @pytest.mark.slow
@@ -71,4 +66,3 @@ def test_a_resumed_run_exchanges_as_if_it_had_not_stopped(recipe, runs, tmp_path
     train(recipe, out, "--parallel.exchange_pictures", "on", "--resume")
     assert numbers(out) == numbers(runs["on"])
     assert same(weights(out), weights(runs["on"]))
-    assert any("vision_imbalance_after" in record for record in numbers(out))

@@ -166,14 +166,6 @@ def test_a_resumed_run_measures_the_same(run, recipe, finished, tmp_path):
     assert ours == evaluations(finished)
 
 
-def test_evaluating_leaves_the_training_alone(run, recipe, finished, tmp_path):
-    words = ("--eval.every", "0", "--eval.heldout", "0", "--eval.samples", "0")
-    assert run(recipe, tmp_path, *words, "--steps", "4") == 0
-    assert not list(tmp_path.glob("eval/heldout_*")) and not evaluations(tmp_path)
-    assert tiny_run.numbers(tmp_path) == tiny_run.numbers(finished)
-    assert tiny_run.same(tiny_run.weights(tmp_path), tiny_run.weights(finished))
-
-
 def test_a_source_of_both_kinds_names_its_pictured_tokens_beside_the_blind_ones():
     numbers = Loss(nats=9.0, tokens=6, seen_nats=4.0, blind_nats=8.0, seen_tokens=4).numbers()
     assert numbers == {"loss": 1.5, "tokens": 6, "seen_loss": 1.0, "blind_loss": 2.0, "text_loss": 2.5}

@@ -22,7 +22,7 @@ import torch
 
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.prepare.cmd import prepare
-from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
+from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, latest
 from earlyfusion.pipeline.cli import command_of, guarded, invoke
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.report.run import write_report
@@ -187,7 +187,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_p
     keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300), keep=3)
     for step in (1, 2):
         keeper.save(step, model={"w": torch.arange(9.0) * step}, optimizer={}, trainer={}, lanes={0: step})
-    path = keeper.latest() / "model.safetensors"
+    path = latest(keeper.folder) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     loaded = keeper.start(resume=True)

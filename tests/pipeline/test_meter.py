@@ -43,26 +43,6 @@ def test_rates_are_counts_over_training_time(clock):
     assert record["seconds"] == pytest.approx(8.0) and record["step_s"] == pytest.approx(2.0)
 
 
-def test_an_evaluation_between_two_steps_does_not_slow_the_next(clock):
-    meter = Meter(Runtime(), peak=1.0)
-    with meter.paused():
-        clock.now += 50
-    clock.now += 1
-    meter.step(tokens=10)
-    assert meter.snapshot()["tokens_per_s"] == pytest.approx(10)
-
-
-def test_each_snapshot_begins_a_new_interval_and_totals_go_on(clock):
-    meter = Meter(Runtime(), peak=1.0)
-    clock.now += 1
-    meter.step(tokens=10)
-    meter.snapshot()
-    clock.now += 1
-    meter.step(tokens=30)
-    record = meter.snapshot()
-    assert record["tokens_per_s"] == pytest.approx(30) and record["tokens"] == 40
-
-
 def test_a_checkpoint_between_snapshots_loses_no_count(clock):
     first = Meter(Runtime(), peak=1.0)
     clock.now += 2
@@ -100,50 +80,3 @@ def test_the_cpu_peak_is_what_a_matmul_reaches_and_draws_no_random_number():
     peak = measured_peak(torch.float32, torch.get_num_threads(), seconds=0.02)
     assert 1e8 < peak < 1e14
     assert torch.equal(before, torch.get_rng_state())
-
-
-class Uneven:
-    """Two ranks: this one and another, of fixed vision work a step."""
-
-    world, device = 2, torch.device("cpu")
-
-    def __init__(self, other: list[tuple[float, float]]):
-        self.other = torch.tensor(other, dtype=torch.float64)
-
-    sum_dict = Runtime.sum_dict
-
-    def _both(self, values):
-        return values, (self.other if values.ndim == 2 else values)
-
-    def sum(self, values):
-        a, b = self._both(values)
-        return a + b
-
-    def max(self, values):
-        return torch.maximum(*self._both(values))
-
-
-def test_vision_imbalance_is_the_time_of_the_slowest_rank_in_every_step_over_the_mean(clock):
-    """Steps of (own, encoded) work: (8, 4) and (0, 4), then (2, 3) and (4, 3); largest 8 + 4 over mean 4
-    + 3."""
-    meter = Meter(Uneven([(0.0, 4.0), (4.0, 3.0)]), peak=1.0)
-    for work in ((8.0, 4.0), (2.0, 3.0)):
-        clock.now += 1
-        meter.step(tokens=1, vision_work=work)
-    second = Meter(Uneven([(0.0, 4.0)]), peak=1.0)
-    second.load_state_dict(meter.state_dict())
-    record = meter.snapshot()
-    assert record["vision_imbalance"] == pytest.approx(12 / 7) and record[
-        "vision_imbalance_after"
-    ] == pytest.approx(1)
-    second.step(tokens=1, vision_work=(8.0, 4.0))
-    assert second.snapshot()["vision_imbalance"] == pytest.approx(20 / 11), (
-        "a checkpoint in between loses nothing"
-    )
-    assert "vision_imbalance" not in second.snapshot()
-
-
-def test_steps_of_text_alone_are_even(clock):
-    meter = Meter(Runtime(), peak=1.0)
-    meter.step(tokens=1, vision_work=(0.0, 0.0))
-    assert meter.snapshot()["vision_imbalance"] == 1.0

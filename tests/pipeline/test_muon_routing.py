@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from tiny_mla import TinyModel, fill_gradients
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from earlyfusion.model.config import ModelConfig
@@ -130,25 +129,6 @@ def test_vision_tower_goes_to_muon_only_on_request_and_its_lookups_never():
         == families(on)["vision_tower.pos_emb.weight"]
         == "adamw"
     )
-
-
-def test_adamw_for_everything_suits_torch_adamw():
-    model = TinyModel()
-    groups = build_param_groups(model, 0.02, 0.1, matrices="adamw")
-    assert set(families(groups).values()) == {"adamw"}
-    torch.optim.AdamW(groups)
-
-
-def bare(**parameters) -> nn.Module:
-    module = nn.Module()
-    for name, value in parameters.items():
-        module.register_parameter(name, nn.Parameter(value))
-    return module
-
-
-def test_a_model_without_matrices_is_refused():
-    with pytest.raises(RoutingError, match="no parameter of Module is routed to Muon"):
-        build_param_groups(bare(scale=torch.ones(4)), 0.02, 0.1)
 
 
 def test_routing_table_has_a_row_for_every_parameter():

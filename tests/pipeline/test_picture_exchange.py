@@ -91,18 +91,11 @@ def test_the_plain_step_is_that_of_one_process_with_every_micro_batch(seen, worl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), ALL)
-def test_the_ranks_do_the_work_that_the_plan_gives_them(seen, world, name):
+def test_pictures_move_where_the_plan_says_so(seen, world, name):
     cost = VisionCost.from_config(cases.config().vision)
-    grids = cases.grids_of(cases.step_of(world, name))
-    plan = plan_step(grids, cost, max_patches=4096)
-    pays = plan.pays(1.0)
-    for number, rank in enumerate(seen[world]):
-        assert rank[name]["routes"] == [pays and part.moves for part in plan.parts]
-        own, done = rank[name]["work"]
-        assert own == pytest.approx(sum(cost.of(part) for part in grids[number]))
-        assert done == pytest.approx(sum(part.work[number] for part in plan.parts) if pays else own)
-    total = [sum(rank[name]["work"][column] for rank in seen[world]) for column in (0, 1)]
-    assert total[0] == pytest.approx(total[1]), "every picture is encoded once"
+    plan = plan_step(cases.grids_of(cases.step_of(world, name)), cost, max_patches=4096)
+    for rank in seen[world]:
+        assert rank[name]["routes"] == [plan.pays(1.0) and part.moves for part in plan.parts]
 
 
 @pytest.mark.slow
@@ -141,5 +134,3 @@ def test_one_process_never_exchanges():
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), Runtime(threads=1))
     parts = cases.batches(cases.CASES[2]["clips beside pictures"], 0, 0)
     assert exchange.routes(parts, 64) == [None, None]
-    own, done = exchange.work(parts, [None, None])
-    assert own == done > 0

@@ -10,7 +10,7 @@ from tiny_run import whole_recipes
 from earlyfusion.model.flops import count_parameters
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.optim.routing import TableRow, build_param_groups
-from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, scaled, show_plan
+from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, show_plan
 
 
 def shown(name: str, *overrides: tuple[str, str]) -> str:
@@ -49,10 +49,3 @@ def test_the_optimizer_section_steers_the_routing_shown():
         "muon " in shown("nano")
         and "muon " not in shown("nano", ("optim.name", "adamw")).split("who trains what")[1]
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.5 G"), (3e15, "3 P")]
-)
-def test_counts_are_scaled_for_reading(value, text):
-    assert scaled(value) == text

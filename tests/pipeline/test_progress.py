@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from earlyfusion.pipeline import progress
-from earlyfusion.pipeline.progress import Progress, duration
+from earlyfusion.pipeline.progress import Progress
 
 PRETRAINING = {
     "stage": "joint",
@@ -86,18 +86,6 @@ def test_no_number_is_cut_whatever_the_screen(record, width, height):
     assert ("24 more" in words) == (record is RL)
 
 
-def test_messages_stand_above_and_the_last_state_stays():
-    view = Progress(terminal(), 3, title="t")
-    view.update(1, {"reward/maze": 0.125})
-    view.say("checkpoint [bold]saved[/bold]")
-    view.update(2, {"reward/maze": 0.875})
-    view.close()
-    view.close()
-    text = view.console.file.getvalue()
-    assert "checkpoint [bold]saved[/bold]" in text and "step 2/3" in text[text.index("saved") :]
-    assert "maze 0.88" in screen(view, 100)
-
-
 def test_it_draws_at_most_four_times_a_second(monkeypatch):
     now, drawn = [100.0], []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -128,17 +116,3 @@ def test_an_evaluation_shows_how_far_it_is():
         view.close()
     assert log.file.getvalue() == "evaluating easy_vqa (1/2) ...\n", "a log gets one line"
     assert "evaluating easy_vqa (1/2) 3,200/9,673" in screen_.file.getvalue()
-
-
-def test_a_quiet_console_of_another_process_shows_nothing():
-    console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
-    view = Progress(console, 3)
-    view.update(1, RL)
-    view.say("nothing")
-    view.close()
-    assert console.file.getvalue() == ""
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
-def test_durations_read_naturally(seconds, text):
-    assert duration(seconds) == text

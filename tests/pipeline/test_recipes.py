@@ -73,8 +73,6 @@ def test_every_weight_is_routed_once(config, model):
 
 def test_the_routing_plan_has_a_row_for_every_weight(config, model):
     groups = param_groups(config.optim, model)
-    for group in groups:
-        group["rms"] = 0.2
     rows = routing_rows(groups)
     assert len(rows) == len(list(model.named_parameters()))
     heads = [row for row in rows if row.family == "muon" and row.fqn.endswith("self_attn.q_proj.weight")]

@@ -168,12 +168,6 @@ def test_evaluations_and_checkpoints_do_not_change_the_run(recipe, unbroken, tmp
     assert same(weights(tmp_path), weights(unbroken))
 
 
-def test_another_seed_is_another_run(recipe, unbroken, tmp_path, monkeypatch):
-    """The comparison above can fail: one changed seed changes the first loss already."""
-    assert run_here(recipe, tmp_path, "--run.seed", "4", "--steps", "1", monkeypatch=monkeypatch) == 0
-    assert losses(tmp_path)[0] != losses(unbroken)[0]
-
-
 def test_logging_less_often_resumes_with_the_same_window_means(recipe, tmp_path, monkeypatch):
     """The sums since the last log line are state: a stop between two log lines must not forget them."""
     words = ("--track.log_every", "4", "--stages.long.steps", "4", "--stages.long.decay_steps", "0")
@@ -194,7 +188,7 @@ def test_a_checkpoint_holds_everything_once_and_is_small(unbroken):
     paths = completed(unbroken / "checkpoints")
     assert [step_of(path) for path in paths] == [18, STEPS]
     run = json.loads((paths[-1] / "run.json").read_text())
-    assert run["step"] == STEPS and run["trainer"]["guard"]["bad_steps"] == 0
+    assert run["step"] == STEPS and not any(run["trainer"]["guard"]["recent_bad"])
     assert {file.suffix for file in paths[-1].iterdir()} <= {".json", ".safetensors", ""}
 
 
@@ -208,7 +202,7 @@ def test_a_restored_trainer_equals_the_saved_one_tensor_for_tensor(recipe, tmp_p
         saved = load_tree(latest(tmp_path / "checkpoints") / "optimizer")
         now = training.optimizer.state_dict()
         assert flat(now) == flat(saved) and len(flat(saved)) > 100
-        assert training.step == 6 and len(training.guard.history["loss"]) == 6
+        assert training.step == 6 and len(training.guard.history) == 6
         assert training.meter.totals["tokens"] == numbers(tmp_path)[-1]["tokens"]
     finally:
         training.close()

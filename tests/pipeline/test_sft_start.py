@@ -1,12 +1,11 @@
 """Where a chat stage starts: rows for missing special tokens, and what is measured before and after."""
 
 import json
-import math
 
 import pytest
 import torch
 from chat_cases import chat_recipe, tune, write_chats, write_start
-from tiny_run import forget_processes, weights, write_recipe
+from tiny_run import weights, write_recipe
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
@@ -15,7 +14,7 @@ from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.config.compose import compose, validate
-from earlyfusion.pipeline.sft_start import grown, start_model, with_start
+from earlyfusion.pipeline.sft_start import start_model, with_start
 
 GRADIENT_RTOL = 2e-4  # fp32 sums of a few thousand terms in another order
 
@@ -91,17 +90,6 @@ def weights_of(directory):
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rows_grow_by_the_mean_of_the_known_ones(seed):
-    table = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
-    larger = grown(table, 9, fresh=[2, 8])
-    known = [0, 1, 3, 4, 5, 6]
-    mean = sum(table[i] for i in known) / len(known)
-    assert torch.equal(larger[known], table[known])
-    for row in (2, 7, 8):  # named, beyond the table, both
-        assert torch.allclose(larger[row], mean, rtol=0, atol=1e-6)
-
-
 def test_a_tokenizer_of_the_same_size_changes_nothing(model_dir, chats, tmp_path):
     config = validate(with_start(chat_recipe(model_dir, chats)))
     tokens = Tokenizer.load(model_dir)
@@ -140,34 +128,3 @@ def test_packed_conversations_have_the_gradients_of_conversations_one_by_one(mod
         assert float((ours[name] - theirs[name]).norm()) <= GRADIENT_RTOL * max(
             scale * 1e-2, float(theirs[name].norm())
         ), name
-
-
-def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, tmp_path):
-    """Against a softmax of all logits, document by document."""
-    forget_processes()
-    recipe = chat_recipe(model_dir, chats, run__out=str(tmp_path / "run"), data__val_fraction=0.3)
-    run = sft.FineTuning(validate(with_start(recipe)), resume=False)
-    try:
-        run.evaluator.answer_loss(0, 7)
-        saved = json.loads((tmp_path / "run" / "eval" / "answer_loss_0000000.json").read_text())
-        found = saved["sources"]["chats"]
-        source = run.evaluator.source("chats")
-        losses, model = [], run.fusion.eval()
-        for index in range(7):
-            document = encode(source.heldout(index), run.tokenizer, model.config.vision)
-            batch = assemble(
-                [document],
-                tokens=len(document),
-                pad_id=0,
-                sources=["chats"],
-                patch_size=model.config.vision.patch_size,
-            )
-            with torch.no_grad():
-                log_probs = model.logits(model.hidden(batch)).double().log_softmax(-1)
-            for position in range(len(document) - 1):
-                if document.loss_weights[position + 1] > 0:
-                    losses.append(-float(log_probs[position, document.ids[position + 1]]))
-        assert found["conversations"] == 7 and found["tokens"] == len(losses)
-        assert math.isclose(found["loss"], sum(losses) / len(losses), rel_tol=1e-5)
-    finally:
-        run.close()

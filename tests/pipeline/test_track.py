@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.config.schema import RunConfig, TrackSection
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, check_trackers, read_metrics
 
@@ -60,12 +61,6 @@ def test_a_resume_drops_later_records_and_a_torn_line(tmp_path, runtime):
     assert [r["loss"] for r in records] == [1, 2, 3, -4, -5, -6]
 
 
-def test_a_fresh_run_begins_its_file_anew(tmp_path, runtime):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "train"}\n')
-    Tracker(tmp_path, runtime, total_steps=1, console=quiet()).close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_a_rollback_rewinds_the_records(tmp_path, runtime):
     tracker = Tracker(tmp_path, runtime, total_steps=9, console=quiet())
     for step in (1, 2, 3):
@@ -105,7 +100,8 @@ def test_tensorboard_gets_the_numbers_when_asked(tmp_path, runtime):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = Tracker(tmp_path, runtime, total_steps=2, trackers=["tensorboard"], console=quiet())
+    config = RunConfig.model_construct(track=TrackSection(trackers=["tensorboard"]))
+    tracker = Tracker(tmp_path, runtime, total_steps=2, config=config, console=quiet())
     tracker.log(1, {"loss": 2.5, "stage": "joint"})
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -59,13 +59,6 @@ def test_weights_equal_the_definition(mode, level, seed):
         assert int(got.touched) >= int((cut & mask).sum()) and not got.weight_T.requires_grad
 
 
-def test_equal_policies_are_left_alone():
-    old, _, mask = logs(2)
-    for mode, level in itertools.product(MODES, LEVELS):
-        got = importance_weights(CorrectionConfig(mode=mode, level=level), old, old.clone(), SEGMENTS, mask)
-        assert torch.equal(got.weight_T, mask.double()) and int(got.touched) == 0
-
-
 def test_long_answers_neither_overflow_nor_mask_by_their_length_alone():
     """A constant gap of 0.02 nats a token over 100,000 tokens: the product is e^2000, the geometric mean
     1.02."""

@@ -5,7 +5,7 @@ import torch
 from rl_cases import PTX, flat, model_directory, training
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.learn import Sums, distinct, rows
+from earlyfusion.rl.learn import Sums, distinct
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
@@ -31,7 +31,7 @@ def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
         temperature={"start": temperature, "end": temperature},
     )
     made.refresh_engine()
-    groups = made.collector.collect(0, temperature, 5).groups
+    groups = made.collector.collect(0, temperature, 5)
     answers = [t for g in groups for t in g.trajectories]
     scored = [Scored((sum(t.ids) % 11) / 10) for t in answers]
     return made, experience(made.config, groups, scored, 0, {})
@@ -97,25 +97,6 @@ def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
     both[shared.answers[-1]].completion.versions[0] -= 1
     split = distinct(seen, range(len(seen.groups)))
     assert len(split) == len(pieces) + 1
-
-
-def test_rows_keep_order_and_limit(folder, tmp_path):
-    _, seen = asked(folder, tmp_path, {"name": "k2.5"})
-    pieces = distinct(seen, range(len(seen.groups)))
-    made_rows = list(rows(pieces, 120))
-    assert [p for row in made_rows for p in row] == pieces
-    assert all(len(row) == 1 or sum(p.trajectory.total for p in row) <= 120 for row in made_rows)
-
-
-def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
-    """Mismatch between engine and trainer with equal weights, text and pictures, at a temperature that is not
-    1."""
-    for temperature in (1.0, 0.6):
-        made, seen = asked(folder, tmp_path / str(temperature), {"name": "k2.5"}, temperature)
-        sums = Sums()
-        made.model.train()
-        made.learner.gradients(seen, range(len(seen.groups)), 0, sums)
-        assert sums.largest < 1e-4
 
 
 def test_curated_rows_are_divided_by_their_own_weights(folder, tmp_path):

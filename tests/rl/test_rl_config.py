@@ -22,11 +22,6 @@ def test_the_default_is_k25_and_k3_is_the_same_loss():
     assert parts("k3") == parts("k2.5")
 
 
-def test_parts_may_be_given_beside_the_name():
-    cfg = ObjectiveConfig(name="dapo", clip_high=0.3, tau=1e-3)
-    assert (cfg.clip_low, cfg.clip_high, cfg.tau, cfg.normaliser) == (0.2, 0.3, 1e-3, "tokens")
-
-
 @pytest.mark.parametrize(
     "given,message",
     [

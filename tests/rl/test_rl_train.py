@@ -1,7 +1,6 @@
 """The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over
 processes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -203,7 +202,7 @@ def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path)
         made = training(folder, tmp_path / name, reward=scale, rollout=rollout, length={"weight": 0.5})
         made.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
         made.refresh_engine()
-        _, seen, _ = made.collect_and_score()
+        seen, _ = made.collect_and_score()
         rate = made.prompts.solved_P / made.prompts.tried_P.clamp(min=1)
         if name == "zero":
             wanted, rates = seen, rate
@@ -218,7 +217,7 @@ def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
         folder, tmp_path / "run", tasks=[{"name": "counting", "power": 2.5}], reward={"low": -1.0}
     )
     made.refresh_engine()
-    groups = made.collector.collect(0, 1.0, 1).groups
+    groups = made.collector.collect(0, 1.0, 1)
     scored = [Scored(value) for value in (-1.0, -0.25, 0.25, 2.0)]
     rewards_N = experience(made.config, groups, scored, 0, {}).rewards_N
     assert rewards_N.tolist() == pytest.approx([-1.0, -0.03125, 0.03125, 2**2.5])
@@ -248,20 +247,6 @@ def test_a_run_is_never_written_over(folder, tmp_path):
         run(folder, tmp_path / "run", resume=True, train={"updates": 1}, rollout={"group_size": 6})
 
 
-def test_rollouts_are_logged_with_their_pictures(folder, tmp_path, monkeypatch):
-    """No prompt here is text drawn as a picture, so none is drawn for the log."""
-    drawn = lambda text: pytest.fail("drew what nobody was shown")
-    monkeypatch.setattr("earlyfusion.rl.rollouts.log.render_text", drawn)
-    assert run(folder, tmp_path / "run", train={"updates": 1}, log={"groups": 4}) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
-    assert len(lines) == 4
-    for line in lines:
-        assert len(line["answers"]) == 4 and (line["image"] is None) == (line["form"] != "picture")
-        if line["image"]:
-            assert (tmp_path / "run" / line["image"]).is_file()
-        assert sum(a["advantage"] for a in line["answers"]) == pytest.approx(0, abs=1e-5)
-
-
 def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_path, monkeypatch):
     """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token. The model
     hardly ends."""
@@ -272,7 +257,7 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
     changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
     made = training(folder, tmp_path / "run", **changes)
     made.refresh_engine()
-    answers = [t for g in made.collector.collect(0, 1.0, 3).groups for t in g.trajectories]
+    answers = [t for g in made.collector.collect(0, 1.0, 3) for t in g.trajectories]
     ended = [t for t in answers if t.completion.finish_reason == "cancelled"]
     assert 0 < len(ended) < len(answers)
     assert all(t.ids[0] % 2 and len(t.ids) == CHECK_EVERY for t in ended)

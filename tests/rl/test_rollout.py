@@ -184,14 +184,10 @@ def test_new_weights_between_two_steps_are_stamped_and_go_on_from_the_old_states
         assert completion.versions == [0] * 5 + [3] * 7
         assert completion.ids[:5] == before["r", completion.index].ids[:5]
     # what the new weights say of the whole text is something else
-    row, places = pack(new, [_trajectory(prompt, c) for c in handle.completions])
+    row, places = pack(new, [Trajectory(prompt, c) for c in handle.completions])
     trained = trained_logprobs(new, row, places).detach().view(2, 12)
     got = torch.tensor([c.logprobs1 for c in handle.completions])
     assert (trained - got)[:, 5:].abs().max() > 1e-2
-
-
-def _trajectory(prompt, completion):
-    return Trajectory(prompt, completion)
 
 
 def test_weights_of_another_model_change_nothing():

@@ -77,17 +77,6 @@ def test_a_fresh_run_begins_anew_and_leaves_other_files_alone(tmp_path):
     assert read_rollouts(tmp_path) == [] and list(folder(tmp_path)) == ["rollouts/mine.png"]
 
 
-def test_every_write_is_readable_at_once_and_a_torn_line_is_left_out(tmp_path):
-    log = RolloutLog(tmp_path, start_update=0)
-    for update in (1, 2):
-        log.write([group(update)])
-        assert len(read_rollouts(tmp_path)) == update
-    path = tmp_path / "rollouts.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
-    assert [record["update"] for record in read_rollouts(path)] == [1]
-    assert read_rollouts(tmp_path / "nowhere.jsonl") == []
-
-
 def test_odd_text_stays_one_line_of_strict_json(tmp_path):
     text = 'line\nnext\u2028after\x85"quoted"\x00 \ud83d half'
     odd = {"score": math.nan, "reward": math.inf, "logprob": -math.inf, "sizes": (8, 16)}

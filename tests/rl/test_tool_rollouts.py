@@ -26,14 +26,13 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.learn import Sums, distinct
+from earlyfusion.rl.learn import Sums
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
-from earlyfusion.rl.rollouts.packing import Inserted, Trajectory, pack, used_experts
+from earlyfusion.rl.rollouts.packing import Inserted, pack, used_experts
 from earlyfusion.rl.rollouts.prompts import tool_messages
 
 GRAD_RTOL = 2e-4
@@ -248,19 +247,6 @@ def test_the_engine_and_the_trainer_agree_on_all_turns(folder, tmp_path):
         row, places = pack(made.model, answers)
         report = mismatch(answers, trained_logprobs(made.model, row, places, replay).detach())
         assert report.tokens == sum(len(t.ids) for t in answers) and report.max_abs < LOGP_ATOL
-
-
-def test_answers_that_differ_only_in_what_the_tool_said_are_two(folder, tmp_path):
-    prompt = TokenPrompt(torch.tensor([0, 20, 21]))
-    made = tool_training(folder, tmp_path / "run", look_then_tell, rollout={"prompts": 1})
-    (group,), _ = collected(made)
-    one = group.trajectories[0].completion
-    told = [Trajectory(prompt, one, (Inserted(2, ids),)) for ids in ((30, 31), (30, 32), (30, 31))]
-    seen = experience(made.config, [type(group)(group.prompt, told)], [Scored(0.0)] * 3, 0, {})
-    assert [piece.answers for piece in distinct(seen, [0])] == [[0, 2], [1]]
-    marks = [True] * 2 + [False] * 2 + [True] * (len(one.ids) - 2)
-    assert told[0].tail == ([*one.ids[:2], 30, 31, *one.ids[2:]], marks)
-    assert told[0].total == 5 + len(one.ids)
 
 
 # ------------------------------------------------------------------------------------------------- turns and

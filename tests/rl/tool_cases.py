@@ -131,7 +131,7 @@ def last_output(prompt: str) -> str:
 def collected(made, update=0):
     """(groups, counters) of one iteration."""
     made.refresh_engine()
-    groups = made.collector.collect(update, 1.0, made.config.rollout.prompts).groups
+    groups = made.collector.collect(update, 1.0, made.config.rollout.prompts)
     return groups, made.collector.tool_metrics()
 
 
