@@ -155,7 +155,7 @@ class PreferenceLearner:
         # Pairs of one problem share their answers, if they stand in one row.
         for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
             number, *two = self.pairs[p]
-            both = {(number, i): Piece(number, self.answered[number].trajectory(i), [i]) for i in two}
+            both = {(number, i): Piece(self.answered[number].trajectory(i), [i]) for i in two}
             joined = held | both
             if row and sum(piece.trajectory.total for piece in joined.values()) > self.row_tokens:
                 yield row, held
