@@ -249,7 +249,7 @@ class ShardSet:
             number = len(self.entries)
             try:
                 rows = ShardIndex(self._path(number, INDEX_SUFFIX))
-                digests = [rows.row(i)[2] for i in range(len(rows))]
+                digests = [rows.row(i).digest for i in range(len(rows))]
                 stop, last = rows.header["stop"], rows.header["last"]
                 if rows.header["bytes"] != self._path(number, ".tar").stat().st_size:
                     break

@@ -16,7 +16,6 @@ import glob
 import gzip
 import json
 import logging
-import math
 import os
 import re
 import urllib.error
@@ -29,7 +28,7 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 from braceexpand import braceexpand
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
@@ -41,10 +40,8 @@ HTTP = ("http://", "https://")
 UNPACKED_RATIO, UNPACKED_FREE = 100, 256 << 20
 """Unpacked bytes for each packed one that are believed, once there are more than UNPACKED_FREE."""
 LOG = logging.getLogger("earlyfusion.data")
-MOST = 1 << 48
-"""No file has so many bytes: a number beyond is damage."""
-Count = Annotated[int, Field(strict=True, ge=0, lt=MOST)]
-"""A number of bytes or samples."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
+"""A number of bytes or samples; no file has more, so that a number beyond is damage."""
 _MOST_SHARDS = 1_000_000
 _SMALL = 32 << 20
 """Most bytes of an index.json, that of 40,000 shards: a JSON of lists takes 25 times as much memory when it
@@ -115,32 +112,25 @@ def expand(path: str) -> list[str]:
 
 
 def _found(pattern: str) -> list[str]:
+    """The shards of one pattern without braces."""
     local = as_local(pattern)
     if pattern.startswith("pipe:"):
         return [pattern]
     if not is_folder(pattern):
-        if local is not None:
-            names = [str(local)] if local.is_file() else glob.glob(str(local), recursive=True)
-        else:
-            names = _remote(pattern) if "*" in pattern else [pattern]
-        return sorted(name for name in names if local is not None or name.split("?")[0].endswith(TAR_ENDS))
+        if local is None:
+            return _remote(pattern) if "*" in pattern else [pattern]
+        return [str(local)] if local.is_file() else sorted(glob.glob(str(local), recursive=True))
 
     # What a preparation wrote says which files belong to it, without listing a remote folder.
     base = str(local or pattern).rstrip("/")
     manifest = read_manifest(base)
-    if manifest is None:
-        return _tars_below(local) if local is not None else _remote(f"{base}/*")
-    listed = [f"{base}/{entry['name']}" for entry in manifest["shards"]]
-    if local is not None and (more := set(_tars_below(local)) - set(listed)):
-        LOG.warning("%s: not in its %s and left out: %s", base, MANIFEST, ", ".join(sorted(more)[:5]))
-    return listed
-
-
-def _tars_below(folder: Path) -> list[str]:
-    """The tars of a folder, or where there are none those of the folders in it."""
-    paths = [path for path in folder.rglob("*") if path.name.endswith(TAR_ENDS)]
-    # A preparation under way has temporary files with a dot.
-    tops = [path for path in paths if path.parent == folder and not path.name.startswith(".")]
+    if manifest is not None:
+        return [f"{base}/{entry['name']}" for entry in manifest["shards"]]
+    if local is None:
+        return _remote(f"{base}/*")
+    paths = [path for path in local.rglob("*") if path.name.endswith(TAR_ENDS)]
+    # A preparation under way has temporary files with a dot; folders count where there is no shard here.
+    tops = [path for path in paths if path.parent == local and not path.name.startswith(".")]
     return sorted(str(path) for path in tops or paths)
 
 
@@ -152,15 +142,15 @@ def _remote(pattern: str) -> list[str]:
 def braces(path: str) -> list[str]:
     """The patterns that the braces of a path stand for. Raises DataError for unbalanced ones and for over a
     million."""
-    if "{" not in path:
-        return [path]
-
-    # Counted before any is made: ranges, letters and lists inside one another multiply.
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", path)
-    sizes = [abs(int(b) - int(a)) + 1 if len(a) + len(b) < 30 else _MOST_SHARDS + 1 for a, b in ranges]
-    sizes += [52] * len(re.findall(r"\{[A-Za-z]\.\.[A-Za-z]", path))
-    sizes += [part.count(",") + 1 for part in re.findall(r"\{[^{}]*\}", path)]
-    if math.prod(sizes) > _MOST_SHARDS or path.count("{") > 64:
+    # Counted before any is made, since ranges and lists multiply; what is no number is too many as well.
+    count = 1.0
+    for a, b in re.findall(r"\{(-?\d+)\.\.(-?\d+)", path):
+        count *= abs(float(b) - float(a)) + 1
+    for _ in re.findall(r"\{[A-Za-z]\.\.[A-Za-z]", path):
+        count *= 52
+    for part in re.findall(r"\{[^{}]*\}", path):
+        count *= part.count(",") + 1
+    if not count <= _MOST_SHARDS or path.count("{") > 64:
         raise DataError(f"{path!r:.200}: its braces stand for more than {_MOST_SHARDS:,} files; name fewer")
 
     try:
@@ -193,12 +183,12 @@ class _Manifest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     shards: list[_Listed]
-    samples: StrictInt = 0
-    items: StrictInt = 0
-    bytes: StrictInt = 0
-    tokens: StrictInt = 0
-    patches: StrictInt = 0
-    media: StrictInt = 0
+    samples: Count = 0
+    items: Count = 0
+    bytes: Count = 0
+    tokens: Count = 0
+    patches: Count = 0
+    media: Count = 0
     formats: dict[str, Count] = {}
     skipped: dict[str, Count] = {}
 
@@ -217,18 +207,15 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         return None
     if len(raw) > _SMALL:
         raise DataError(f"{folder}/{MANIFEST}: more than {_SMALL >> 20} MiB; not read")
-    try:
-        manifest = json.loads(raw)
-    except (ValueError, RecursionError):
-        manifest = None
     # Other tools write an index.json, too; theirs is no error.
-    if not isinstance(manifest, dict) or "earlyfusion_shards" not in manifest:
+    if b'"earlyfusion_shards"' not in raw:
         LOG.warning("%s/%s is not of earlyfusion prepare; not used", folder, MANIFEST)
         return None
 
     try:
+        manifest: dict[str, Any] = json.loads(raw)
         _Manifest.model_validate(manifest)
-    except ValidationError:
+    except (ValueError, RecursionError):
         raise DataError(
             f"{folder}/{MANIFEST}: damaged; prepare the folder again, or delete this file"
         ) from None

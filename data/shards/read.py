@@ -33,17 +33,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, StrictBool
+from pydantic import BaseModel, ConfigDict, StrictBool, TypeAdapter
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
     LOG,
-    MOST,
     Count,
     as_local,
     cache_root,
@@ -62,8 +61,8 @@ INDEX_SUFFIX = ".index.jsonl"
 
 _LONGEST_ROW = 16 << 20
 """Longest line of an index in bytes: a sample of a quarter of a million members."""
-_SHORTEST_ROW, _BLOCK = 8, 1 << 20
-"""Least bytes of a row; bytes that are looked through at a time."""
+_SHORTEST_ROW = 8
+"""Least bytes of a row."""
 _HEADERS = 1 << 20
 """Most bytes of headers before one member: long names, pax records."""
 _DIGITS = re.compile(rb"\d{4096}")
@@ -226,22 +225,26 @@ class IndexHeader(BaseModel):
     refused: dict[str, Count]
 
 
-def _header(line: bytes) -> dict[str, Any]:
-    """The header in the first line of an index; raises ValueError when it is none."""
+class IndexRow(NamedTuple):
+    """Every other line: a sample."""
+
+    # Not said to be strings: pydantic refuses half a character, which names of files may hold.
+    key: Any
+    members: list[tuple[Any, Count, Count]]
+    """(extension, offset, size)"""
+    digest: Any = None
+    """Hash of the content, if a preparation made the index."""
+
+
+_ROW = TypeAdapter(IndexRow)
+
+
+def _parse(line: bytes) -> Any:
+    """A line as JSON; raises ValueError."""
     try:
-        return IndexHeader.model_validate(json.loads(line)).model_dump()
+        return json.loads(line)
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def header_of(index: Path, size: int) -> dict[str, Any] | None:
-    """The first line of an index file; None when it is no whole header of a shard of `size` bytes."""
-    try:
-        with index.open("rb") as file:
-            header = _header(file.readline(_LONGEST_ROW))
-    except (OSError, ValueError):
-        return None
-    return header if header["bytes"] == size else None
 
 
 class ShardIndex:
@@ -261,59 +264,35 @@ class ShardIndex:
 
         try:
             line = self._map[: min(self._map.find(b"\n") + 1, _LONGEST_ROW)]
-            self.header = _header(line)
+            self.header = IndexHeader.model_validate(_parse(line)).model_dump()
         except ValueError:
             raise DataError(damaged) from None
-
         # Counted before places are held for all of them: a header may claim any number of samples.
-        lines, samples = 0, self.header["samples"]
-        if samples * _SHORTEST_ROW <= len(self._map):
-            lines = sum(self._map[at : at + _BLOCK].count(b"\n") for at in range(0, len(self._map), _BLOCK))
-        if lines != samples + 1:
+        ends, samples = np.frombuffer(self._map, dtype=np.uint8) == ord("\n"), self.header["samples"]
+        if samples * _SHORTEST_ROW > len(ends) or np.count_nonzero(ends) != samples + 1:
             raise DataError(damaged)
-        self._ends = np.flatnonzero(np.frombuffer(self._map, dtype=np.uint8) == ord("\n"))
+        self._ends = np.flatnonzero(ends)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def row(self, position: int) -> list[Any]:
-        """[key, [[extension, offset, size], ...], content hash if it has one] of the sample at `position`.
-
-        Raises BadSample (bad_index).
-        """
+    def row(self, position: int) -> IndexRow:
+        """The sample at `position`; raises BadSample (bad_index)."""
         # Only this line is parsed; the others may be damaged.
         first, last = int(self._ends[position]) + 1, int(self._ends[position + 1])
         try:
-            row = json.loads(self._map[first : min(last, first + _LONGEST_ROW)])
-        except (ValueError, RecursionError):
-            row = None
-        if not _is_row(row):
+            return _ROW.validate_python(_parse(self._map[first : min(last, first + _LONGEST_ROW)]))
+        except ValueError:
             raise BadSample(
                 f"{self._path.name}, line {position + 2}: no row of an index; delete the file, it is built"
                 " anew",
                 "bad_index",
-            )
-        return list(row)
+            ) from None
 
     def sample(self, position: int) -> tuple[str, Members]:
         """(key, members) of the sample at `position`; raises BadSample (bad_index)."""
         row = self.row(position)
-        return row[0], {name: (offset, size) for name, offset, size in row[1]}
-
-
-def _is_row(row: Any) -> bool:
-    """Whether a line of an index says where the members of a sample lie."""
-    match row:
-        case [str(), list() as members] | [str(), list() as members, _]:
-            return all(_is_member(member) for member in members)
-    return False
-
-
-def _is_member(member: Any) -> bool:
-    match member:
-        case [str(), int() as offset, int() as size]:
-            return 0 <= offset < MOST and 0 <= size < MOST
-    return False
+        return row.key, {name: (offset, size) for name, offset, size in row.members}
 
 
 OPEN_SHARDS = 64
@@ -349,28 +328,18 @@ class Shards:
         # Bounded: a data set may have more shards than a process may have files.
         self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
-        self.usable, self.cut = self._count()
-
-    def _count(self) -> tuple[list[int], list[bool]]:
-        """Usable samples of every shard, and whether its end is missing."""
-        usable, cut = [], []
-        for number, url in enumerate(self.urls):
-            local = as_local(url)
-            header: Mapping[str, Any] | None = None
-            # Its own index says how many a shard holds; of a remote one index.json is believed.
-            if local is not None and local.is_file():
-                header = header_of(local.with_name(index_name(local.name)), local.stat().st_size)
-            elif local is None and self.manifest is not None:
-                header = {"cut": False, **self.manifest["shards"][number]}
-            header = header or self.index(number).header
-            usable.append(header["samples"])
-            cut.append(header["cut"])
-        return usable, cut
-
-    @property
-    def counts(self) -> list[int]:
+        headers = [self._header(shard) for shard in range(len(self.urls))]
+        self.usable = [header["samples"] for header in headers]
+        self.cut = [header["cut"] for header in headers]
+        self.counts = [samples + cut for samples, cut in zip(self.usable, self.cut)]
         """Samples of every shard, with one for a missing end."""
-        return [samples + cut for samples, cut in zip(self.usable, self.cut)]
+
+    def _header(self, shard: int) -> Mapping[str, Any]:
+        """How many samples a shard holds, and whether its end is missing."""
+        # Of a remote shard index.json is believed: its own index would take a download.
+        if self.manifest is not None and as_local(self.urls[shard]) is None:
+            return {"cut": False, **self.manifest["shards"][shard]}
+        return self.index(shard).header
 
     def key(self, shard: int, position: int) -> str:
         """Key of one sample; raises BadSample for the missing end."""

@@ -12,7 +12,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, VideoFile
 from earlyfusion.data.video import problem
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.pipeline.bench.data import decoding_side, loading_side
+from earlyfusion.pipeline.bench.data import decoding_side
 from earlyfusion.pipeline.bench.loaders import vision_of
 from earlyfusion.pipeline.bench.shards import jpeg, write_shards
 from tests.data.clip_files import numbered, write_clip
@@ -63,10 +63,3 @@ def test_the_exact_side_of_the_benchmark_equals_webdataset_with_pillow(shards, c
     found = {side: decoding_side(side, **request) for side in ("webdataset", "ours-exact", "ours")}
     assert found["webdataset"]["digest"] == found["ours-exact"]["digest"] != found["ours"]["digest"]
     assert len({result["patches"] for result in found.values()}) == 1
-
-
-def test_both_loaders_of_the_benchmark_deliver_the_same_kind_of_batches(tmp_path, cache):
-    mixed = write_shards(tmp_path, 60, mixed=True)
-    request = {**BASE, "shards": mixed, "samples": 40, "workers": 0, "length": 1024, "rows": 4}
-    ours, theirs = (loading_side(side, **request) for side in ("ours", "webdataset"))
-    assert min(ours["samples"], theirs["samples"]) >= 40 and ours["fill"] > 0.9 > theirs["fill"] > 0

@@ -60,11 +60,6 @@ def test_an_image_document_has_the_published_layout(tokenizer, vision):
     assert document.ids[document.media_positions].eq(tokenizer.media_pad_id).all()
 
 
-def test_an_open_document_is_a_prompt_without_eos(tokenizer, vision):
-    document = encode(Sample([Text("Q:", 0.0)], "s", "k"), tokenizer, vision, eos=False)
-    assert document.ids.tolist() == [tokenizer.bos_id, *tokenizer.encode("Q:")]
-
-
 def test_a_video_is_chunks_of_four_frames_with_the_time_of_the_first(tokenizer, vision):
     frames = [picture(33, 25, i) for i in range(6)]
     document = encode(Sample([Video(frames, [0.5 * i for i in range(6)])], "s", "k"), tokenizer, vision)

@@ -112,18 +112,6 @@ def test_a_recipe_is_shown_source_by_source(inspect, tmp_path):
     assert checked(tmp_path / "nano.html").count('<div class="picture">') == 8
 
 
-@pytest.mark.parametrize("name", ["words.jsonl", "folder", "glob"])
-def test_folders_and_text_files(tmp_path, inspect, name):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "words.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    path = {
-        "words.jsonl": tmp_path / "d" / "words.jsonl",
-        "folder": tmp_path / "d",
-        "glob": f"{tmp_path}/d/*.jsonl",
-    }
-    assert "2 samples" in inspect(path[name])
-
-
 # ---- the sheet
 
 
@@ -181,13 +169,6 @@ def test_a_card_has_the_counts_of_encoding(page, tokenizer, vision):
     html = page(sample)
     assert f"{len(document)} tokens" in html and "6 frames" in html and len(pictures(html)) == 6
     assert "00:00:00.000" in html and "00:00:02.000" in html
-
-
-def test_a_sample_that_cannot_be_used_says_why(page, tokenizer, vision):
-    sample = Sample([Image(b"junk"), Text("x")], "s", "k1")
-    html = page(sample)
-    assert make_card(sample, tokenizer, vision)["bad"] == "corrupt_image"
-    assert "corrupt_image" in html and "k1" in html
 
 
 @pytest.mark.parametrize("path", ["pipe:touch {mark}", "{{p,q}}ipe:touch {mark}"])

@@ -142,15 +142,6 @@ def fill_of(loader):
     return sum(stats["tokens"].values()) / stats["positions"]
 
 
-def test_several_rows_are_filled_like_one_and_documents_stay_within_the_length(tokenizer, vision, mix):
-    for rows in (1, 2, 4):
-        loader = Loader(mix(), tokenizer, vision, length=1024, tokens=1024 * rows, max_patches=65536)
-        for _ in range(40 // rows):
-            for batch in loader.next_step():
-                assert batch.ids.shape[0] == 1024 * rows and batch.segments.max_length <= 1024
-        assert fill_of(loader) >= (0.97 if rows == 1 else 0.99), rows
-
-
 @pytest.mark.parametrize(("length", "least"), [(1024, 0.97), (4096, 0.99)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_fill_of_the_nano_mix(tokenizer, vision, mix, capsys, length, least, seed):

@@ -65,18 +65,6 @@ def collect(batch, pieces):
         pieces[name][first] = batch.ids[start:stop].tolist()
 
 
-def test_max_epochs_leaves_the_rest_to_the_other_sources(loader, tmp_path):
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(f"short text number {i}")
-    few = SourceConfig(name="few", kind="folder", path=str(tmp_path), max_epochs=2)
-    many = SourceConfig(name="many", kind="synth_grid")
-    one = loader(DataConfig(sources=[few, many], val_fraction=0, prefetch="none"), lanes=2)
-    keys = [key for _ in range(20) for batch in one.next_step() for key in batch.keys]
-    assert sorted(key for key in keys if key.startswith("few")) == sorted(
-        2 * [f"few:{i}.txt" for i in range(5)]
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

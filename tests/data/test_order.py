@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from earlyfusion.data.loading.order import Permutation, digest64, held_out
+from earlyfusion.data.loading.order import Permutation, held_out
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000, 4097])
@@ -44,12 +44,3 @@ def test_held_out_is_a_matter_of_the_name_alone():
     assert abs(len(held) - 2_000) < 5 * 42
     assert held < {name for name in names if held_out(name, 0.2)}, "a larger fraction only adds"
     assert not any(held_out(name, 0.0) for name in names)
-
-
-def test_the_hash_is_the_same_on_every_machine():
-    """SHA-256 of the parts joined by unit separators, first eight bytes, big-endian: fixed once and for
-    all."""
-    import hashlib
-
-    wanted = int.from_bytes(hashlib.sha256(b"a\x1f1\x1fNone").digest()[:8], "big")
-    assert digest64("a", 1, None) == wanted

@@ -46,15 +46,6 @@ def test_labels_are_the_next_token_of_the_same_document(seed):
     assert batch.num_tokens == total - 37
 
 
-def test_a_batch_without_images_has_empty_patches_of_the_right_shape():
-    text = Encoded(
-        torch.tensor([1, 5]), torch.ones(2), None, [], [], torch.empty(0, dtype=torch.int64), "a", "0"
-    )
-    batch = assemble([text], tokens=4, pad_id=2, sources=["a"], patch_size=8)
-    assert batch.patches.shape == (0, 3, 8, 8) and batch.patches.dtype == torch.uint8
-    assert batch.media_positions.shape == (0,) and batch.num_patches == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_second_half_is_an_exact_subset_sum(seed):
     rng = random.Random(seed)
@@ -102,13 +93,6 @@ def test_micro_batches_of_equal_aim_cost_about_the_same_and_nothing_waits_for_ev
         spread[aimed] = max(costs[10:]) / (sum(costs[10:]) / 190)
         assert max(waits) <= 16
     assert spread[True] < 1 + 0.7 * (spread[False] - 1), spread
-
-
-def test_a_long_row_of_short_documents_is_filled():
-    """Far more documents than the exact sum looks at."""
-    rng = random.Random(0)
-    pool = [Size(rng.randint(20, 80), 64) for _ in range(2500)]
-    assert sum(pool[i].tokens for i in choose(pool, Size(32768, 10**9))) == 32768
 
 
 @pytest.mark.parametrize("seed", [0, 1])

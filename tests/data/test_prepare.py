@@ -2,24 +2,17 @@
 
 import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.read import InputOptions, load_below, row_members
-from earlyfusion.data.prepare.write import Worker
-from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
@@ -158,16 +151,6 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bytes(tmp_path, album, w
     assert len(kept) >= len(before) - 1  # a tar whose index was not yet there is written again
 
 
-def test_a_finished_shard_that_was_damaged_since_is_written_again(tmp_path, album):
-    options = ["--shard-samples", "9"]
-    prepare(tmp_path, album, "whole", *options)
-    killed(words_of(tmp_path, album, "out", *options), "add", 35)
-    with (tmp_path / "out" / "shard-000001.tar").open("r+b") as file:
-        file.truncate(10240)
-    prepare(tmp_path, album, "out", *options)
-    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
-
-
 def ended(group, seconds=15):
     """Whether every process of the group is gone within that time."""
     deadline = time.monotonic() + seconds
@@ -286,33 +269,3 @@ def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypa
         done.stderr
     )
     assert Path(tmp_path / "out").is_dir()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_row_does_more_than_be_left_out(tmp_path, seed):
-    rng = random.Random(seed)
-    parts = [None, 1, 2.5, "", "word", "a.png", "../a.png"]
-    parts += [
-        {"bytes": b"x", "path": None},
-        {"bytes": None, "path": "a.png"},
-        {"bytes": picture(1), "path": "b.jpg"},
-        b"raw",
-        picture(2),
-        [],
-        ["a.png", None],
-        [{"text": "x"}],
-        {"image": "a.png"},
-    ]
-    keys = "image images text caption texts messages conversations boxes labels question x".split()
-    (tmp_path / "a.png").write_bytes(picture(0, form="PNG"))
-    worker = object.__new__(Worker)
-    worker.options, worker.decode = ShardsOptions(), DecodeConfig()
-    worker.tokenizer, worker.vision = Tokenizer.load(tmp_path / "tokenizer"), VisionConfig.preset("tiny")
-
-    def members(_):
-        row = {rng.choice(keys): rng.choice(parts) for _ in range(4)}
-        return row_members(row, partial(load_below, tmp_path), InputOptions())
-
-    worker.input = SimpleNamespace(origin=str, members=members)
-    made = [worker.outcome(number) for number in range(400)]
-    assert 5 < sum(not outcome.reason for outcome in made) < 395

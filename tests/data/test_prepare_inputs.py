@@ -43,14 +43,6 @@ not json
     assert as_folder["formats"] == made["formats"] and as_folder["items"] == 7
 
 
-def test_a_text_field_and_an_image_field_can_be_named(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture(0, form="PNG"))
-    (tmp_path / "d.jsonl").write_text(json.dumps({"shot": "a.png", "story": "once", "id": 7}))
-    prepare(tmp_path, tmp_path / "d.jsonl", "out", "--image-field", "shot", "--text-field", "story")
-    (sample,) = samples(tmp_path / "out")
-    assert sample.text == "\nonce" and sample.segments[0].image == picture(0, form="PNG")
-
-
 def test_parquet_with_pictures_inside(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

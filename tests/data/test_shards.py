@@ -95,11 +95,6 @@ def test_a_hostile_index_json_is_refused(tmp_path, name):
         Shards(str(tmp_path))
 
 
-def test_another_tools_index_json_is_not_used(tmp_path, caplog):
-    indexed(tmp_path, captions(3)).with_name("index.json").write_text('{"shardlist": []}')
-    assert Shards(str(tmp_path)).usable == [3] and "not of earlyfusion prepare" in caplog.text
-
-
 @pytest.mark.parametrize("samples", [2, 4, 10**12])
 def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples):
     indexed(tmp_path, captions(3), samples)
@@ -130,13 +125,6 @@ def test_a_damaged_row_of_an_index_is_one_bad_sample(tmp_path, row):
     with pytest.raises(BadSample, match=r"a\.index\.jsonl, line 3") as caught:
         shards.group(0, 1)
     assert caught.value.reason == "bad_index"
-
-
-def test_the_index_is_built_once_and_kept(tmp_path, monkeypatch):
-    path = write_tar(tmp_path / "a.tar", captions(3))
-    first = everything(Shards(str(path)))
-    monkeypatch.setattr("earlyfusion.data.shards.read.scan_tar", None)
-    assert everything(Shards(str(path))) == first
 
 
 # ---- where shards come from
@@ -249,16 +237,6 @@ def test_a_torn_gzip_gives_what_came_before(tmp_path):
     (tmp_path / "c.tar.gz").write_bytes(data[: len(data) // 2])
     shards = Shards(str(tmp_path / "c.tar.gz"))
     assert 5 < shards.usable[0] < 30 and shards.cut == [True]
-
-
-@pytest.mark.parametrize("content", [b"", b"no tar at all" * 100, b"\0" * 100])
-def test_what_is_no_tar_is_a_shard_of_nothing_but_a_cut(tmp_path, content):
-    (tmp_path / "a.tar").write_bytes(content)
-    assert Shards(str(tmp_path / "a.tar")).counts == [1]
-
-
-def test_an_empty_archive_is_whole(tmp_path):
-    assert Shards(str(write_tar(tmp_path / "a.tar", []))).counts == [0]
 
 
 def test_a_shard_that_shrank_after_it_was_opened_is_a_bad_sample(tmp_path):

@@ -120,18 +120,6 @@ def test_a_torn_last_line_is_left_alone(tmp_path):
     assert read_skipped(tmp_path / "new") == [ENTRY] and read_skipped(tmp_path) == []
 
 
-def test_too_many_bad_samples_stop_the_run_and_say_which(build):
-    one = build(max_bad_share=0.1)
-    with pytest.raises(
-        DataError, match=r"of \d+ samples cannot be used \(1\d\.\d%\), data.max_bad_share allows 10.0%"
-    ):
-        for _ in range(200):
-            one.next_step()
-    one = build(max_bad_share=0.5)
-    for _ in range(60):
-        one.next_step()
-
-
 def test_the_share_goes_by_what_was_read_since_the_stage_began_also_after_a_resume(build):
     one = build(max_bad_share=0.1)
     for _ in range(8):
@@ -145,13 +133,6 @@ def test_the_share_goes_by_what_was_read_since_the_stage_began_also_after_a_resu
                 each.next_step()
         steps.append(each.step)
     assert steps[0] == steps[1]
-
-
-@pytest.mark.parametrize("key", ["half \ud83d", "not utf-8 \udcff", "line\u2028and\x85line", "nul\0"])
-def test_every_name_is_logged_and_read_again(tmp_path, key):
-    entry = {**ENTRY, "key": key}
-    append_skipped(tmp_path / "skipped.jsonl", [entry])
-    assert read_skipped(tmp_path) == [entry]
 
 
 def test_any_exception_in_one_sample_costs_that_sample_alone(build, monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import threading
 
 import numpy as np
@@ -11,14 +10,14 @@ import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import REASONS, BadSample
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video import container_of, decode_video, open_clip, sample_indices, sure_of
+from earlyfusion.data.video import decode_video, open_clip, sample_indices, sure_of
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
 
-from .clip_files import BACKENDS, CODECS, SHARED, number_in, numbered, write_clip
+from .clip_files import BACKENDS, number_in, numbered, write_clip
 
 CFG = VisionConfig.preset("tiny", in_patch_limit_each_frame=1024)
 ALL = 1000.0
@@ -44,19 +43,6 @@ def numbers(media):
 )
 def test_frames_are_sampled_by_the_published_rule(count, native, fps, most, expected):
     assert sample_indices(count, native, fps, most) == expected
-
-
-@pytest.mark.parametrize("count", [1, 5, 6, 8])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_file_of_any_codec_becomes_items_of_four_frames(backend, codec, count):
-    if codec == "hevc-open" and count == 1:
-        pytest.skip("x265 does not flush a single frame reliably")
-    media = decode_video(VideoFile(write_clip(numbered(count), codec), fps=ALL, backend=backend), CFG)
-    assert [grid[0] for _, grid in media.items] == [4] * (count // 4) + [count % 4] * (count % 4 > 0)
-    assert numbers(media) == list(range(count))
-    assert np.allclose(media.timestamps, np.arange(count) / 10, atol=1e-3)
-    assert media.original == media.resized == (96, 64)
 
 
 def test_bytes_and_path_are_the_same_and_the_patches_those_of_prepare_frames(tmp_path):
@@ -89,44 +75,13 @@ def test_the_document_of_a_video_file_carries_the_times_of_its_file(tokenizer):
     assert document.loss_weights.sum() == len(tokenizer.encode("done")) + 1
 
 
-def test_max_frames_and_fps_of_the_segment_count():
-    data = write_clip(numbered(40), "h264")
-    assert numbers(decode_video(VideoFile(data), CFG)) == sample_indices(40, 10, 2.0)
-    assert numbers(decode_video(VideoFile(data, max_frames=3), CFG)) == [0, 20, 39]
-    assert numbers(decode_video(VideoFile(data, fps=0.5), CFG)) == [0, 39]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("codec", ["hevc-open", "mpeg4-open", "h264"])
+@pytest.mark.parametrize("codec", ["hevc-open", "mpeg4-open", "h264-avi", "h264"])
 def test_sparse_frames_are_right_whatever_the_backend_makes_of_seeking(backend, codec):
     data = write_clip(numbered(100), codec)
     for fps in (0.4, 0.7, 2.0):
         media = decode_video(VideoFile(data, fps=fps, backend=backend), CFG)
         assert numbers(media) == sample_indices(100, 10, fps)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("codec", ["h264", "vp9", "av1", "gif", "h264-avi"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_damaged_files_are_left_out_or_read_but_never_worse(backend, codec, seed):
-    """Cut, overwritten and sprinkled files: a BadSample, or frames; no other exception, no hang, no crash."""
-    rng, whole = random.Random(seed), write_clip(numbered(20), codec)
-    for _ in range(12):
-        data = bytearray(whole)
-        what = rng.choice(["cut", "zero", "sprinkle"])
-        if what == "cut":
-            data = data[: rng.randrange(1, len(data))]
-        elif what == "zero":
-            start = rng.randrange(len(data))
-            data[start : start + 200] = bytes(len(data[start : start + 200]))
-        else:
-            for _ in range(20):
-                data[rng.randrange(32, len(data))] = rng.randrange(256)
-        try:
-            media = decode_video(VideoFile(bytes(data), backend=backend), CFG)
-            assert len(media.timestamps) == sum(grid[0] for _, grid in media.items)
-        except BadSample as error:
-            assert error.reason in REASONS and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +120,6 @@ def test_missing_empty_and_foreign_files_have_their_reasons(tmp_path, tokenizer)
             encode(Sample([VideoFile(tmp_path / name)], "shop", "7"), tokenizer, CFG)
         found[name] = caught.value.reason
     assert found == {"empty.mp4": "empty_file", "text.mp4": "corrupt_video", "missing.mp4": "missing_member"}
-
-
-def test_containers_are_told_by_their_first_bytes():
-    expected = {
-        "h264": "mp4",
-        "h264-mkv": "matroska",
-        "h264-avi": "avi",
-        "h264-ts": "mpegts",
-        "vp9": "matroska",
-        "gif": "gif",
-    }
-    for codec, container in expected.items():
-        assert container_of(write_clip(numbered(1), codec)[:512]) == container
-    assert (
-        container_of(b"ftyp") is None and container_of(b"") is None and container_of(b"<html>" * 50) is None
-    )
 
 
 SESSION = (
@@ -274,17 +213,3 @@ def test_an_animated_webp_has_its_durations_and_its_transparency_is_white(tmp_pa
         [90, 0, 0],
         [170, 0, 0],
     ]
-
-
-@pytest.mark.parametrize(
-    "name", ["bigbuckbunny.mp4", "tc_nasa_13013.mp4", "tc_av1_video.mkv", "tc_h265_10bits.mp4"]
-)
-def test_real_videos_are_read_at_two_frames_a_second(name):
-    path = SHARED / "data" / "video" / name
-    if not path.exists():
-        pytest.skip("no shared videos here")
-    media = decode_video(VideoFile(path), VisionConfig.preset("moonvit3d", in_patch_limit_each_frame=256))
-    gaps = np.diff(media.timestamps)
-    assert np.all(np.abs(gaps - gaps.mean()) < 0.05) and 0.4 < gaps.mean() < 1.0
-    for patches, grid in media.items:
-        assert unpatchify(patches, grid).std() > 10  # a picture, not a blank

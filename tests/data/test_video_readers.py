@@ -1,17 +1,13 @@
 """Every backend gives the frame that was asked for, with its real time."""
 
-import io
 import multiprocessing
-import os
 
 import numpy as np
 import pytest
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.sample import VideoFile
-from earlyfusion.data.video import backend_of, container_of, decode_video, open_clip, problem
-from earlyfusion.vision.config import VisionConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.video import backend_of, container_of, open_clip, problem
 
 from .clip_files import BACKENDS, CODECS, SHARED, number_in, numbered, write_clip
 
@@ -106,14 +102,6 @@ def test_pillow_and_pyav_agree_on_a_gif():
         assert np.array_equal(frame, other)
 
 
-def test_seeking_of_decord_is_really_off_in_open_groups():
-    """Why such files go to PyAV; when this fails, decord has been mended and the detour can go."""
-    decord = pytest.importorskip("decord")
-    reader = decord.VideoReader(io.BytesIO(write_clip(numbered(100), "mpeg4-open")), num_threads=1)
-    found = [number_in(frame) for frame in reader.get_batch([0, 30, 60, 90]).asnumpy()]
-    assert found != [0, 30, 60, 90]
-
-
 def _numbers(clip, queue):
     queue.put([number_in(frame) for frame, _ in clip.read([0, 3, 5])])
 
@@ -136,21 +124,6 @@ def test_a_forked_worker_decodes_after_its_parent_did(backend):
             worker.join()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_readers_leave_no_files_and_no_threads_behind(backend, tmp_path):
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(write_clip(numbered(12)))
-
-    def held():
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    sizes = []
-    for _ in range(23):
-        list(open_clip(path, backend, "mp4", "clip", DecodeConfig()).read([0, 6]))
-        sizes.append(held())
-    assert sizes[-1] == sizes[2]
-
-
 def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
     def missing(name):
         raise RuntimeError(f"Could not load {name}\nmore lines")
@@ -167,13 +140,3 @@ def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
         problem.cache_clear()
     with pytest.raises(DataError, match=r"unknown video backend 'pyaw'; did you mean 'pyav'"):
         backend_of("pyaw")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_no_video_never_reaches_a_decoder(backend, monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.video.open_clip", lambda *_: pytest.fail("opened"))
-    playlist = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n"
-    for data in (playlist, b"ffconcat version 1.0\nfile /x\n", b""):
-        with pytest.raises(BadSample) as caught:
-            decode_video(VideoFile(data, backend=backend), VisionConfig.preset("tiny"))
-        assert caught.value.reason == ("corrupt_video" if data else "empty_file")
