@@ -22,7 +22,7 @@ from typing import Any
 
 from earlyfusion.data.formats import dialogue, regions
 from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, Entry, Group
-from earlyfusion.data.sample import Image, Segment, Text
+from earlyfusion.data.sample import Segment, Text
 
 
 def detect(group: Group, entry: Entry) -> str:
@@ -80,8 +80,7 @@ def _text(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]
 
 
 def _caption(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
-    picture = group.read(group.one((*PICTURES, "gif"), "picture"))
-    return [Image(picture), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
+    return [group.picture(), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
 
 
 def _video(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
@@ -90,10 +89,9 @@ def _video(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment
 
 
 def _code(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
-    picture = group.read(group.one((*PICTURES, "gif"), "picture"))
     code = group.first(CODE)
     text = words(group, entry, options, epoch) if code is None else group.text(code)
-    return [Image(picture), Text("\n" + text, options.text_loss)]
+    return [group.picture(), Text("\n" + text, options.text_loss)]
 
 
 BUILDERS: dict[str, Callable[[Group, Entry, Any, int], list[Segment]]] = {

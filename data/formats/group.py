@@ -109,6 +109,10 @@ class Group:
             return VideoFile(self.read(member), f".{end}", *limits)
         return Image(self.read(member))
 
+    def picture(self) -> Image:
+        """The picture, still encoded; raises BadSample when there is none."""
+        return Image(self.read(self.one((*PICTURES, "gif"), "picture")))
+
     def named(self, reference: object) -> str:
         """The member that a JSON refers to: by extension ("0.jpg"), file name or path; raises BadSample."""
         base = str(reference).replace("\\", "/").rpartition("/")[2]

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.group import PICTURES, TEXTS, Entry, Group
+from earlyfusion.data.formats.group import TEXTS, Entry, Group
 from earlyfusion.data.picture import open_header
 from earlyfusion.data.sample import Image, Region, Regions, Segment, Text
 
@@ -34,13 +34,13 @@ Item = tuple[str, Any, int]
 """Label, coordinates as the file has them, how many there must be: 4 of a box, 2 of a point."""
 
 
-def picture_size(group: Group, data: bytes) -> tuple[int, int]:
+def picture_size(group: Group, picture: Image) -> tuple[int, int]:
     """(width, height) after EXIF orientation, from the header alone; raises BadSample (corrupt_image)."""
     try:
-        with open_header(data) as picture:
+        with open_header(picture.image) as header:
             # Four of the eight orientations lie on their side.
-            turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-            return (picture.height, picture.width) if turned else picture.size
+            turned = header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            return (header.height, header.width) if turned else header.size
     except BadSample as error:
         raise group.bad(str(error), error.reason) from None
     except Exception as error:  # EXIF of others makes Pillow raise anything
@@ -49,8 +49,8 @@ def picture_size(group: Group, data: bytes) -> tuple[int, int]:
 
 def grounding(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
     """Picture, caption if there is one, then the regions."""
-    data = group.read(group.one((*PICTURES, "gif"), "picture"))
-    segments: list[Segment] = [Image(data)]
+    picture = group.picture()
+    segments: list[Segment] = [picture]
     # A caption beside the boxes is told before them.
     captions = [entry.get(name) for name in options.text_fields]
     caption = next((text for text in captions if isinstance(text, str) and text.strip()), None)
@@ -67,23 +67,22 @@ def grounding(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segm
             if not isinstance(listed, list) or not isinstance(labels, list) or len(labels) != len(listed):
                 raise group.bad(f'"{key}" and "{own}" must be lists of one length')
             items += [(group.filled(label, own), values, count) for label, values in zip(labels, listed)]
-    return [*segments, *_placed(group, data, items, entry, options)]
+    return [*segments, *_placed(group, picture, items, entry, options)]
 
 
 def ocr(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
     """Picture, then the text in it: a whole string, or lines with the box of each."""
-    data = group.read(group.one((*PICTURES, "gif"), "picture"))
-    found = entry.get("ocr")
+    picture, found = group.picture(), entry.get("ocr")
     if found is None:
         found = group.text(group.one(TEXTS, 'text (.txt, or "ocr" in .json)'))
     if isinstance(found, str):
-        return [Image(data), Text("\n" + group.filled(found, '"ocr"'), options.text_loss)]
+        return [picture, Text("\n" + group.filled(found, '"ocr"'), options.text_loss)]
     items = list(_items(group, found, '"ocr"'))
     if not items:
         raise group.bad('"ocr" is empty', "empty_text")
     if all(values is not None for _, values, _ in items):
-        return [Image(data), *_placed(group, data, items, entry, options)]
-    return [Image(data), Text("\n".join(["", *(label for label, _, _ in items)]), options.text_loss)]
+        return [picture, *_placed(group, picture, items, entry, options)]
+    return [picture, Text("\n".join(["", *(label for label, _, _ in items)]), options.text_loss)]
 
 
 def _items(group: Group, listed: object, what: str) -> Iterator[Item]:
@@ -94,7 +93,7 @@ def _items(group: Group, listed: object, what: str) -> Iterator[Item]:
         yield group.filled(label, f"a label in {what}"), values, count
 
 
-def _placed(group: Group, data: bytes, items: Sequence[Item], entry: Entry, options: Any) -> list[Segment]:
+def _placed(group: Group, picture: Image, items: Sequence[Item], entry: Entry, options: Any) -> list[Segment]:
     """The regions in pixels. Raises BadSample for what lies outside by more than one pixel (rounding in the
     file) and for a box without area."""
     numbers = []
@@ -107,7 +106,7 @@ def _placed(group: Group, data: bytes, items: Sequence[Item], entry: Entry, opti
     # Boxes of one picture have one unit: shares only where every number could be one.
     small = all(0 <= value <= 1 for values in numbers for value in values)
     shares = given == "normalized" or (given == "auto" and small)
-    size = picture_size(group, data)
+    size = picture_size(group, picture)
     regions = []
     for (label, _, count), values in zip(items, numbers):
         if count == 4 and entry.get("box_format", options.box_format) == "xywh":

@@ -1,6 +1,7 @@
 """The kinds of sources, one file each; importing this package registers them (data/sources/base.py)."""
 
-from earlyfusion.data.sources import (
+# Imported for what they register alone.
+from earlyfusion.data.sources import (  # noqa: F401  # noqa: F401
     chat_files,
     easy_vqa,
     folder,
@@ -11,15 +12,3 @@ from earlyfusion.data.sources import (
     text_files,
     zero_vision,
 )
-
-__all__ = [
-    "chat_files",
-    "easy_vqa",
-    "folder",
-    "problems",
-    "shards",
-    "synth",
-    "text",
-    "text_files",
-    "zero_vision",
-]

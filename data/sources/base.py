@@ -22,7 +22,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -30,7 +30,6 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -68,14 +67,14 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 """Every registered kind by its name; `data/sources/__init__.py` imports those of the project."""
 
-AnySource = TypeVar("AnySource", bound="type[Source]")
-
 
 # One decorator is all that a kind needs: no list elsewhere names it.
-def source(name: str, options: type[Options] = Options, **facts: Any) -> Callable[[AnySource], AnySource]:
+def source(
+    name: str, options: type[Options] = Options, **facts: Any
+) -> Callable[[type[Source]], type[Source]]:
     """Register the decorated class as the kind `name`; see Kind for the facts (pictures=True, ...)."""
 
-    def register(cls: AnySource) -> AnySource:
+    def register(cls: type[Source]) -> type[Source]:
         cls.kind = KINDS[name] = Kind(name, cls, options, **facts)
         return cls
 
@@ -121,12 +120,6 @@ class SourceConfig(BaseModel):
     options: dict[str, Any] = {}
     """Options of the kind."""
 
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        kind_of(kind)
-        return kind
-
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
         kind = kind_of(self.kind)
@@ -139,11 +132,10 @@ class SourceConfig(BaseModel):
 
         # All options, with their defaults, so that a recipe prints whole and a fingerprint sees them.
         try:
-            resolved = kind.options.model_validate(self.options)
+            resolved = self.typed
         except ValidationError as error:
-            raise ValueError(
-                f"source {self.name!r} ({self.kind}): {explain_options(error, kind.options)}"
-            ) from None
+            wrong = explain_options(error, kind.options)
+            raise ValueError(f"source {self.name!r} ({self.kind}): {wrong}") from None
         # The model is frozen for everybody else.
         object.__setattr__(self, "options", resolved.model_dump())
         return self

@@ -11,11 +11,9 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
-import numpy as np
-from PIL import Image as PILImage
 from pydantic import Field
 
 from earlyfusion.data.errors import DataError
@@ -39,7 +37,7 @@ class Picture:
     questions: tuple[tuple[str, str], ...]
 
 
-@lru_cache(maxsize=2)
+@cache
 def load_split(split: str) -> tuple[Picture, ...]:
     """All pictures of "train" or "test" in order of their number; raises DataError when the package is
     missing."""
@@ -56,14 +54,9 @@ def load_split(split: str) -> tuple[Picture, ...]:
 
 
 @cache
-def _pixels(path: Path) -> np.ndarray:
-    """uint8 [64, 64, 3]; 12 kB each, so that a PNG is decoded once and not every epoch."""
-    return np.asarray(open_picture(path).convert("RGB"))
-
-
 def picture_of(entry: Picture) -> Image:
-    """The picture as a segment (decoded once, kept in memory)."""
-    return Image(PILImage.fromarray(_pixels(entry.path)))
+    """The picture as a segment; decoded once and not every epoch, for it takes 12 kB."""
+    return Image(open_picture(entry.path).convert("RGB"))
 
 
 @source(
@@ -113,7 +106,5 @@ class EasyVqa(Source):
 
     def texts(self, index: int) -> list[str]:
         # All questions, not those of one epoch: the tokenizer shall know every word.
-        texts = []
-        for question, answer in self.train[index].questions:
-            texts += [question_text(question), answer_text(answer)]
-        return texts
+        asked = self._sample(self.train[index], self.train[index].questions, "")
+        return [segment.text for segment in asked.segments if isinstance(segment, Text)]

@@ -71,11 +71,8 @@ class TextTable:
             if not starts.is_file():
                 if table:
                     ends = _unpack_parquet(plain_copy(url, cache), field, self.path)
-                elif self.lines:
-                    ends = [offset for offset, filled in lines_of(self.path) if filled]
-                    ends.append(self.path.stat().st_size)
                 else:
-                    ends = _chunks(self.path, chunk_bytes)
+                    ends = [*self._beginnings(chunk_bytes), self.path.stat().st_size]
                 with replacing(starts, sync=False) as temporary, temporary.open("wb") as file:
                     np.save(file, np.asarray(ends, dtype=np.int64))
         try:
@@ -83,6 +80,14 @@ class TextTable:
             self.starts = np.load(starts, mmap_mode="r")
         except (ValueError, EOFError):
             raise DataError(f"{starts}: damaged; delete it, it is made anew") from None
+
+    def _beginnings(self, chunk_bytes: int) -> Iterator[int]:
+        """Where documents begin: filled lines, or the first line at or after each `chunk_bytes`."""
+        last = None
+        for offset, filled in lines_of(self.path):
+            chunk = last is None or (chunk_bytes and offset >= last + chunk_bytes)
+            if filled if self.lines else chunk:
+                yield (last := offset)
 
     def __len__(self) -> int:
         return max(0, len(self.starts) - 1)
@@ -121,23 +126,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, bool]]:
                 begin, filled = position, False
     if position > begin:
         yield begin, filled
-
-
-def _chunks(path: Path, chunk_bytes: int) -> list[int]:
-    """Starts of documents of about `chunk_bytes`, each the first line start at or after that distance; and
-    the end."""
-    size = path.stat().st_size
-    starts = [0] if size else []
-    with path.open("rb") as file:
-        while chunk_bytes and starts and (target := starts[-1] + chunk_bytes) < size:
-            # One byte before, so that a line that begins exactly there is taken.
-            file.seek(target - 1)
-            while (part := file.readline(_BLOCK)) and not part.endswith(b"\n"):
-                pass
-            if file.tell() >= size:
-                break
-            starts.append(file.tell())
-    return [*starts, size]
 
 
 def _unpack_parquet(path: Path, field: str, out: Path) -> list[int]:

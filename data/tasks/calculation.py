@@ -81,35 +81,32 @@ class Geometry(Task):
 
     def draw(self, rng, heldout, knobs):
         """See Task."""
-        kind, side = rng.choice(tuple(knobs["kinds"])), knobs["side"]
+        kind, side = rng.choice(knobs["kinds"]), knobs["side"]
         if kind == "hypotenuse":
             a, b, answer = map(int, rng.choice(TRIPLES.split()).split("-"))
             # The longer leg may lie along either side.
             if rng.random() < 0.5:
                 a, b = b, a
+            words = f"right triangle with the legs {a} and {b} and the hypotenuse x"
+            question, picture = "how long is x?", draw_right_triangle(a, b, side)
         elif kind == "angle":
             a, b = rng.randint(25, 90), rng.randint(25, 90)
             answer = 180 - a - b
             # A sharper angle at the top leaves no room for its label.
             if answer < 20:
                 return None
+            words = f"triangle with the angles {a}, {b} and x degrees"
+            question, picture = "how large is x?", draw_triangle(a, b, side)
         else:
             a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
-            answer = {"perimeter": 2 * (a + b), "area": a * b, "missing": b}[kind]
-
-        words, question = f"rectangle of width {a} and height {b}", f"what is the {kind}?"
-        if kind == "angle":
-            words, question = f"triangle with the angles {a}, {b} and x degrees", "how large is x?"
-            picture = draw_triangle(a, b, side)
-        elif kind == "hypotenuse":
-            words = f"right triangle with the legs {a} and {b} and the hypotenuse x"
-            question = "how long is x?"
-            picture = draw_right_triangle(a, b, side)
-        elif kind == "missing":
-            words, question = f"rectangle of width {a}, height x and area {a * b}", "how long is x?"
-            picture = draw_rectangle(a, b, "x", str(a * b), side)
-        else:
-            picture = draw_rectangle(a, b, str(b), "", side)
+            words, question = f"rectangle of width {a} and height {b}", f"what is the {kind}?"
+            answer, beside, inside = 2 * (a + b), str(b), ""
+            if kind == "area":
+                answer = a * b
+            elif kind == "missing":
+                words, question = f"rectangle of width {a}, height x and area {a * b}", "how long is x?"
+                answer, beside, inside = b, "x", str(a * b)
+            picture = draw_rectangle(a, b, beside, inside, side)
 
         # Without order: a rectangle of 3 by 4 and one of 4 by 3 have one answer.
         key = f"geometry/{kind}/{min(a, b)}/{max(a, b)}"
