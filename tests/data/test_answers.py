@@ -28,21 +28,6 @@ def official(text):
     return None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The answer is (C). The answer is (D).", ("C", 1)),
-        ("the answer is B", ("B", 1)),
-        ("Answer: A then Answer: D\nAnswer: B", ("D", 2)),
-        ("I think A or maybe\nJ", ("J", 3)),
-        ("The Answer is K", None),
-        ("", None),
-    ],
-)
-def test_the_three_levels_find_what_they_should(text, expected):
-    assert mmlu_pro_letter(text) == expected
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_texts_give_what_the_official_expressions_give(seed):
     rng = random.Random(seed)
@@ -70,7 +55,9 @@ def test_random_texts_give_what_the_official_expressions_give(seed):
         assert (found[0] if found else None) == official(text), repr(text)
 
 
-def test_fewer_levels_find_less():
+def test_the_level_that_found_is_told_and_fewer_levels_find_less():
+    assert mmlu_pro_letter("The answer is (C). The answer is (D).") == ("C", 1)
+    assert mmlu_pro_letter("Answer: C") == ("C", 2) and mmlu_pro_letter("A or\nJ") == ("J", 3)
     assert mmlu_pro_letter("Answer: C", levels=1) is None
     assert mmlu_pro_letter("B", levels=2) is None
 

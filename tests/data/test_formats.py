@@ -154,31 +154,26 @@ def regions(entry, size=(200, 100), **options):
     return next(segment for segment in made_of if isinstance(segment, Regions))
 
 
-def test_boxes_come_out_in_pixels_whatever_they_came_in():
-    pixels = {"boxes": [[20, 10, 100, 60]], "labels": ["cup"]}
-    shares = {"boxes": [[0.1, 0.1, 0.5, 0.6]], "labels": ["cup"]}
-    corner = {"boxes": [[20, 10, 80, 50]], "labels": ["cup"], "box_format": "xywh"}
-    objects = {"objects": [{"bbox": [20, 10, 100, 60], "category": "cup"}]}
-    found = [regions(entry).regions[0] for entry in (pixels, shares, corner, objects)]
-    assert {region.label for region in found} == {"cup"}
-    assert all(region.box == pytest.approx((20, 10, 100, 60)) for region in found)
-    assert regions(pixels, boxes="absolute").form == "absolute"
+CUP = [20, 10, 100, 60]
+PLACES = {
+    "pixels": ({"boxes": [CUP], "labels": ["cup"]}, CUP),
+    "shares": ({"boxes": [[0.1, 0.1, 0.5, 0.6]], "labels": ["cup"]}, CUP),
+    "corner and size": ({"boxes": [[20, 10, 80, 50]], "labels": ["cup"], "box_format": "xywh"}, CUP),
+    "objects": ({"objects": [{"bbox": CUP, "category": "cup"}]}, CUP),
+    "recognised text": ({"ocr": [{"text": "cup", "box": CUP}]}, CUP),
+    "point": ({"regions": [{"label": "cup", "point": [50, 20]}], "caption": "see"}, [50, 20]),
+    "share of a point": ({"points": [[0.5, 0.5]], "labels": ["cup"]}, [100, 50]),
+    "one pixel": ({"boxes": [[0, 0, 1, 1]], "labels": ["cup"], "coordinates": "absolute"}, [0, 0, 1, 1]),
+}
 
 
-def test_points_and_mixed_regions():
-    entry = {
-        "regions": [{"label": "tip", "point": [50, 20]}, {"label": "box", "box": [0, 0, 9, 9]}],
-        "caption": "see",
-    }
-    found = regions(entry).regions
-    assert found[0].point == (50, 20) and found[1].box == (0, 0, 9, 9)
-    assert regions({"points": [[0.5, 0.5]], "labels": ["mid"]}).regions[0].point == (100, 50)
-    assert regions({"boxes": [[0, 0, 1, 1]], "labels": ["px"], "coordinates": "absolute"}).regions[0].box == (
-        0,
-        0,
-        1,
-        1,
-    )
+@pytest.mark.parametrize("name", PLACES)
+def test_places_come_out_in_pixels_whatever_they_came_in(name):
+    entry, expected = PLACES[name]
+    found = regions(entry, boxes="absolute")
+    (region,) = found.regions
+    assert found.form == "absolute" and region.label == "cup"
+    assert list(region.box or region.point) == pytest.approx(expected)
 
 
 def test_sizes_are_those_after_exif_orientation():
@@ -188,11 +183,6 @@ def test_sizes_are_those_after_exif_orientation():
     PILImage.new("RGB", (200, 100)).save(turned, "JPEG", exif=exif)
     members = {"jpg": turned.getvalue(), "json": dump({"boxes": [[0.5, 0.5, 1, 1]], "labels": ["a"]})}
     assert made(members)[2].regions[0].box == (50, 100, 100, 200)
-
-
-def test_ocr_lines_with_boxes_are_regions():
-    entry = {"ocr": [{"text": "STOP", "box": [10, 10, 60, 30]}, {"text": "ahead", "box": [10, 40, 60, 50]}]}
-    assert [region.label for region in regions(entry).regions] == ["STOP", "ahead"]
 
 
 # ---- what is wrong names shard, key and reason

@@ -84,20 +84,13 @@ def test_the_text_form_is_this():
 def test_what_is_written_is_read_back_within_half_a_step(seed, form):
     rng = random.Random(seed)
     original = (rng.randint(300, 4000), rng.randint(300, 4000))
-    resized = (original[0] * rng.randint(20, 100) // 100, original[1] * rng.randint(20, 100) // 100)
+    resized = tuple(side * rng.randint(20, 100) // 100 for side in original)
     regions = []
-    for number in range(30):
-        x, y = (
-            sorted(rng.uniform(0, original[0]) for _ in "ab"),
-            sorted(rng.uniform(0, original[1]) for _ in "ab"),
-        )
-        label = rng.choice(
-            ["cat", "a {brace} and ]", 'quote " \\ slash', "zeile\nneu", "猫", "<|media_pad|>", ""]
-        )
-        if rng.random() < 0.7 and x[1] - x[0] > 0.01 * original[0] and y[1] - y[0] > 0.01 * original[1]:
-            regions.append(Region(label + str(number), box=(x[0], y[0], x[1], y[1])))
-        else:
-            regions.append(Region(label + str(number), point=(x[0], y[0])))
+    for label in ("cat", "a {brace} and ]", 'quote " \\ slash', "zeile\nneu", "猫", "<|media_pad|>", "") * 4:
+        x, y = (sorted(rng.uniform(0, side) for _ in "ab") for side in original)
+        if x[1] - x[0] > 0.01 * original[0] and y[1] - y[0] > 0.01 * original[1]:
+            regions.append(Region(label, box=(x[0], y[0], x[1], y[1])))
+        regions.append(Region(label, point=(x[0], y[0])))
     text = write_regions(Regions(regions, form=form), original, resized)
     back = read(text)
     assert [found["label"] for found in back] == [region.label for region in regions]

@@ -130,21 +130,6 @@ def test_going_on_from_a_far_position_reads_nothing_before_it(tmp_path, monkeypa
     assert seconds < 0.5  # measured 10 ms; the issue allows 2 s
 
 
-@pytest.mark.parametrize("prefetch", ["thread", "process"])
-def test_data_processes_read_shards_as_the_main_process_does(tmp_path, tokenizer, vision, prefetch):
-    """Files, indexes and the cache are opened anew in every process; gzip is unpacked by whoever comes
-    first."""
-    for i in range(3):
-        write_tar(tmp_path / f"s{i}.tar.gz", captions(8, 8 * i), mode="w:gz")
-    source = SourceConfig(name="mine", kind="webdataset", path=f"{tmp_path}/s{{0..2}}.tar.gz")
-    batches = {}
-    for how in ("none", prefetch):
-        config = DataConfig(sources=[source], val_fraction=0.0, prefetch=how, workers=2)
-        with Loader(config, tokenizer, vision, length=64, tokens=256, max_patches=512, lanes=2) as loader:
-            batches[how] = [batch.ids.tolist() for _ in range(6) for batch in loader.next_step()]
-    assert batches["none"] == batches[prefetch]
-
-
 # ---- text files
 
 

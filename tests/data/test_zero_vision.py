@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from earlyfusion.data.chat.template import chat_sample
-from earlyfusion.data.chat.tokens import encode_chat
-from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
@@ -159,26 +157,11 @@ def test_training_and_held_out_conversations_are_disjoint(arm):
 
 def test_a_conversation_depends_on_seed_and_number_alone(arm):
     kind, count = arm.config.kind, len(arm)
-    again, other, short = source(kind), source(kind, seed=1), source(kind, count=5)
-    assert [again.get(i, 0).text for i in (7, 3)] == [arm.get(i, 0).text for i in (7, 3)]
+    other, short = source(kind, seed=1), source(kind, count=5)
     assert short.get(2, 3).text == arm.get(17, 0).text
     assert arm.get(1, 1).text == chat_sample(arm.talk(count + 1).messages, source="", key="").text
-    assert arm.get(0, 1).text != arm.get(0, 0).text and other.get(0, 0).text != arm.get(0, 0).text
+    assert other.get(0, 0).text != arm.get(0, 0).text
     assert other.heldout(4).text == arm.heldout(4).text  # one held-out set for all seeds
-    assert len({arm.talk(i).subject.words() + arm.get(i, 0).text for i in range(TALKS)}) == TALKS
-
-
-def test_only_the_assistant_is_learned_and_the_tools_words_are_masked(arm, tokenizer, vision):
-    for number in range(20):
-        talk, document = arm.talk(number), encode(arm.get(number, 0), tokenizer, vision)
-        direct = encode_chat(talk.messages, tokenizer, vision, add_generation_prompt=False)
-        assert document.ids.tolist() == direct.ids.tolist()
-        learned = tokenizer.decode(document.ids[document.loss_weights > 0].tolist())
-        quiet = tokenizer.decode(document.ids[document.loss_weights == 0].tolist())
-        for turn in talk.turns:
-            assert turn.code in learned and turn.plan in learned
-            assert f"<|open|>response<|sep|>{turn.answer}<|close|>response" in learned
-            assert f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet and turn.question in quiet
 
 
 def test_a_tool_turn_joins_what_was_printed_the_value_and_the_error():
