@@ -442,7 +442,7 @@ def token_log_probs(
     hidden_MD = torch.cat(list(states))
     labels_M = torch.tensor(list(chain(*tokens)), dtype=torch.long, device=hidden_MD.device)
     with evaluating(model):
-        logps_M, entropies_M = resolve("token_log_probs", hidden_MD.device)(
+        logps_M, entropies_M = resolve("token_log_probs", hidden_MD)(
             hidden_MD, model.decoder.head_weight(), labels_M, temperature=temperature
         )
     return list(zip(logps_M.float().cpu().split(sizes), entropies_M.float().cpu().split(sizes)))

@@ -164,7 +164,7 @@ def others() -> Iterator[tuple[str, str, Call]]:
     # 48B (9 blocks), a width of 4,096, K3, and one mix over all 54 sources.
     for label, count, queries, width in (("48B", 9, 6, 2304), ("d4096", 5, 8, 4096), ("K3", 8, 24, 7168)):
         opened = leaves(count, tokens, width), leaf(queries, width, dtype=FP32)
-        yield "attnres", label, partial(use, "attnres_open", *opened, 1e-5)
+        yield "attnres", label, partial(use, "attnres_phase1", *opened, 1e-5)
         o1, *sums = leaves(3, tokens, width)
         step = o1, leaf(tokens, dtype=FP32), *sums, *leaves(2, width, dtype=FP32)
         yield "attnres", label, partial(use, "attnres_step", *step, 1e-5, 1e-5)

@@ -10,10 +10,10 @@ Every operation has up to four backends with the same signature:
 
 ``resolve(op, x)`` picks by the tensor x that the operation works on: on CUDA ``triton``, on a CPU ``cpu``
 where nobody asks for a gradient, else ``torch``, else ``naive``; the first that the operation has. (Given a
-device alone, ``cpu`` is left out.) The environment variable ``EF_KERNELS`` caps that choice: the named
-backend is used where it exists and the next simpler one where it does not. The engine's C++ (kernels/cpu) is
-a whole decoder, not an operation; ``torch`` and ``naive`` turn it off, too. Implementations are imported when
-first asked for, so that a CPU machine never imports triton.
+device alone, ``cpu`` is left out; given a float64 tensor, ``triton`` is.) The environment variable
+``EF_KERNELS`` caps that choice: the named backend is used where it exists and the next simpler one where it
+does not. The engine's C++ (kernels/cpu) is a whole decoder, not an operation; ``torch`` and ``naive`` turn it
+off, too. Implementations are imported when first asked for, so that a CPU machine never imports triton.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ qkv_rope attention.rope:qkv_rope_naive attention.rope - attention.triton.rope
 mla_decode attention.decode attention.tiles - attention.triton.decode
 max_logit attention.naive attention.max_logit - attention.triton.max_logit
 attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 attnres.cpu:phase1 attnres.triton_phase1:phase1
-attnres_merge attnres.naive:merge attnres.two_phase:merge - -
-attnres_open attnres.fused:open_block_naive attnres.fused:open_block - attnres.triton_phase1:open_block
-attnres_step attnres.fused:step_naive attnres.fused:step - attnres.triton_merge:step
-attnres_block attnres.naive:run_block attnres.block:run_block attnres.cpu:run_block attnres.block:run_fused
+attnres_step attnres.naive:step attnres.two_phase:step - attnres.triton_merge:step
+attnres_block attnres.naive:block attnres.two_phase:block attnres.cpu:block attnres.triton_merge:block
 moe_experts moe.naive moe.grouped moe.cpu moe.triton_experts
 linear_cross_entropy loss.naive loss.chunked_ce - loss.triton_rows
 token_log_probs loss.naive loss.chunked_ce - loss.triton_rows
@@ -125,7 +123,9 @@ def pick(op: str, like: Tensor | torch.device | str) -> str:
         device = like.device if isinstance(like, Tensor) else torch.device(like)
         most = "triton" if device.type == "cuda" else "cpu"
 
-    usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton()}
+    # float64 is there for checking, in plain torch: no kernel is written for it.
+    wide = isinstance(like, Tensor) and like.dtype == torch.float64
+    usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton() and not wide}
     # From the most special that is allowed down to the law.
     for backend in reversed(BACKENDS[: BACKENDS.index(most) + 1]):
         if backend in REGISTRY[op] and usable[backend]:

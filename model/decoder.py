@@ -18,7 +18,7 @@ block (absent for the block's first sub-layer). After the last block one more (w
 Full AttnRes is blocks of one sub-layer. The very first sub-layer has a single source, so its mix is the
 identity (and its w and g get gradients that are exactly zero, not missing ones).
 
-How a block is computed (phase 1 for all its sub-layers, then merges) stands in kernels/attnres/block.py.
+How a block is computed (phase 1 for all its sub-layers, then merges) stands in kernels/attnres/naive.py.
 Source: Attention Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
 
 Shapes: T tokens, D hidden, V vocabulary, S sub-layers of a block, n sources.
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.attnres.naive import SubLayer
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Past
@@ -95,7 +95,7 @@ def run_block(
     """Run one block's sub-layers; returns the sources of the next block: the given ones and the block's sum
     [T, D].
 
-    Go on with the returned sources (see kernels/attnres/block.py). The sum is kept in the dtype of the
+    Go on with the returned sources (see kernels/attnres/naive.py). The sum is kept in the dtype of the
     embedding (source 0). Nothing but `sources` is alive at the block's start, so recomputing whole blocks in
     the backward pass needs no saved activation besides the block sums themselves.
     """
@@ -271,8 +271,8 @@ class Decoder(nn.Module):
             recorder.note(final, sources, None)
         # One query over finished sources is phase 1 of a block with a single sub-layer.
         qw_1D = final.folded().unsqueeze(0)
-        o_1TD, _ = resolve("attnres_phase1", qw_1D)(list(sources), qw_1D, final.norm.eps)
-        return self.norm(o_1TD[0])
+        (h_TD,), *_ = resolve("attnres_phase1", qw_1D)(list(sources), qw_1D, final.norm.eps)
+        return self.norm(h_TD)
 
     def attnres_weights(self, x_TD: Tensor, segments: Segments, masks: dict[str, Tensor]) -> MixRecorder:
         """Mean AttnRes weights per mix and source over the tokens of each mask (for example image and text).

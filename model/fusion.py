@@ -151,7 +151,7 @@ class NativeFusion(nn.Module):
         Never holds [T, V]. Raises ValueError for a temperature that is not positive.
         """
         hidden_TD = self.hidden(batch)
-        judge = resolve("token_log_probs", hidden_TD.device)
+        judge = resolve("token_log_probs", hidden_TD)
         return judge(hidden_TD, self.decoder.head_weight(), batch.labels, temperature=temperature)
 
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
@@ -159,7 +159,7 @@ class NativeFusion(nn.Module):
         `encode_images`."""
         # Logits never stand in memory for all tokens: head and loss are one operation.
         hidden_TD = self.hidden(batch, route)
-        loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
+        loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
         )
         if self.training:

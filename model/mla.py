@@ -131,7 +131,7 @@ class MultiHeadLatentAttention(Fp32State):
 
         # Only training measures the largest logit.
         track = self.track_max_logit and self.training and torch.is_grad_enabled()
-        o_THV, lse_TH = resolve("attention", q_THQ.device)(
+        o_THV, lse_TH = resolve("attention", q_THQ)(
             q_THQ, k_THQ, v_THV, segments, causal=True, scale=self.scale, return_lse=track
         )
         if track:
@@ -139,7 +139,7 @@ class MultiHeadLatentAttention(Fp32State):
                 if counted_T is not None:
                     # A row without a normaliser holds no maximum (kernels/attention/max_logit.py).
                     lse_TH = lse_TH.masked_fill(~counted_T[:, None], float("-inf"))
-                largest = resolve("max_logit", q_THQ.device)(
+                largest = resolve("max_logit", q_THQ)(
                     q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
                 )
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
@@ -163,7 +163,7 @@ class MultiHeadLatentAttention(Fp32State):
             kv = torch.nn.functional.linear(c_LR, weight_hYR.flatten(0, 1)).unflatten(1, weight_hYR.shape[:2])
             k_nope, v_LhV = kv.split([nope, self.v_head_dim], dim=-1)
             k_LhQ = torch.cat([k_nope, rope_L1.expand(-1, kv.shape[1], -1).to(k_nope.dtype)], dim=-1)
-            attend = resolve("attention_append", q_THQ.device)
+            attend = resolve("attention_append", q_THQ)
             outputs.append(attend(q_ThQ, k_LhQ, v_LhV, segments, key_segments, scale=self.scale))
         return torch.cat(outputs, dim=1)
 

@@ -148,7 +148,7 @@ class Learner:
                 chosen_U = (temperature_U == degree).to(places.ids_M.device)
                 labels_T = torch.full_like(packed.ids, -100)
                 labels_T[places.positions_M[chosen_U]] = places.ids_M[chosen_U]
-                part_T, _ = resolve("token_log_probs", hidden_TD.device)(
+                part_T, _ = resolve("token_log_probs", hidden_TD)(
                     hidden_TD, model.decoder.head_weight(), labels_T, temperature=degree
                 )
                 logp_T = logp_T + part_T  # 0 where there is no label

@@ -228,8 +228,8 @@ class EncoderBlock(Drawn):
         qkv_P3HD = self.wqkv(x_PC).view(-1, 3, self.num_heads, self.head_dim)
         if segments.total == 0:  # nothing to attend; the gradient path to the weights must still exist
             return self.wo(qkv_P3HD[:, 2].flatten(1))
-        q_PHD, k_PHD, v_PHD = resolve("qkv_rope", x_PC.device)(qkv_P3HD, turns_PK)
-        attention = resolve("attention", x_PC.device)
+        q_PHD, k_PHD, v_PHD = resolve("qkv_rope", x_PC)(qkv_P3HD, turns_PK)
+        attention = resolve("attention", x_PC)
         o_PHD, _ = attention(q_PHD, k_PHD, v_PHD, segments, causal=False, scale=self.head_dim**-0.5)
         return self.wo(o_PHD.flatten(1))
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.attnres.block import SubLayer, Watch
-from earlyfusion.kernels.attnres.block import run_block as run_watched
+from earlyfusion.kernels.attnres import two_phase
+from earlyfusion.kernels.attnres.naive import Rows, SubLayer, Watch
 from earlyfusion.kernels.precision import accumulate_dtype
 
 
@@ -27,24 +27,24 @@ def _scores(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tenso
     return v_TnD, torch.bmm(v_TnD, qw_SD.T.expand(v_TnD.shape[0], -1, -1)).mul_(r_Tn1)
 
 
-def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, Rows, Rows]:
     """See :func:`earlyfusion.kernels.attnres.naive.phase1`; no gradient."""
     v_TnD, s_TnS = _scores(sources, qw_SD, eps)
     s_TSn = s_TnS.transpose(1, 2).contiguous()
     o_TSD = torch.bmm(s_TSn.softmax(-1), v_TnD)
-    return o_TSD.transpose(0, 1).to(sources[0].dtype), s_TSn.logsumexp(-1).T
+    return o_TSD.to(sources[0].dtype).unbind(1), s_TSn.logsumexp(-1).unbind(1), tuple(sources)
 
 
-def run_block(
+def block(
     sources: Sequence[Tensor],
     sublayers: Sequence[SubLayer],
     qw_SD: Tensor,
     eps: float,
     watch: Watch | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """See :func:`earlyfusion.kernels.attnres.block.run_block`; no gradient."""
+    """See :func:`earlyfusion.kernels.attnres.naive.block`; no gradient."""
     if watch is not None:
-        return run_watched(sources, sublayers, qw_SD, eps, watch)
+        return two_phase.block(sources, sublayers, qw_SD, eps, watch)
     v_TnD, s_TnS = _scores(sources, qw_SD, eps)
     partial: Tensor | None = None
     for index, sublayer in enumerate(sublayers):

@@ -18,12 +18,31 @@ Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from earlyfusion.kernels.checks import check_shapes
-from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
+from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+
+Rows = tuple[Tensor, ...]
+"""Of one shape, one for each sub-layer or source: S gradients of [T, D] are cheaper than S of [S, T, D]."""
+
+Watch = Callable[[int, Sequence[Tensor], Tensor | None], None]
+"""Called in front of every sub-layer with its place in the block, the sources and the partial sum."""
+
+
+class SubLayer(NamedTuple):
+    """Pre-norm (a module with `weight` and `eps`) and body of a sub-layer, apart from each other so that the
+    norm can be taken together with the mix."""
+
+    norm: Any
+    body: Callable[[Tensor], Tensor]
+
+    def __call__(self, h_TD: Tensor) -> Tensor:
+        return self.body(self.norm(h_TD))
 
 
 def check_sources(sources: Sequence[Tensor], width: int) -> None:
@@ -41,7 +60,7 @@ def _scores(v_nTD: Tensor, qw_SD: Tensor, eps: float) -> Tensor:
     return torch.einsum("sd,ntd->snt", qw_SD, key_nTD)
 
 
-def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, Rows, Rows]:
     """Mix finished sources for S queries at once.
 
     Args:
@@ -49,8 +68,9 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor
         qw_SD: folded pseudo-queries.
         eps: of the key norm.
     Returns:
-        ``(o_STD, lse_ST)``: the mixtures in the sources' dtype and log sum_i exp(s_i), float32 (float64 for
-        float64).
+        ``(S mixtures [T, D], S log-sum-exps [T], the n sources)``: the mixtures in the sources' dtype and log
+        sum_i exp(s_i), float32 (float64 for float64). Go on with the returned sources: a fused form adds the
+        gradient of all later blocks to them inside its own backward kernel.
     Raises:
         ValueError: no sources, or shapes differ.
     """
@@ -60,7 +80,7 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor
         v_nTD = torch.stack([source.to(dtype) for source in sources])
         s_SnT = _scores(v_nTD, qw_SD.to(dtype), eps)
         o_STD = torch.einsum("snt,ntd->std", s_SnT.softmax(dim=1), v_nTD)
-    return o_STD.to(sources[0].dtype), s_SnT.logsumexp(dim=1)
+    return o_STD.to(sources[0].dtype).unbind(), s_SnT.logsumexp(dim=1).unbind(), tuple(sources)
 
 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
@@ -83,25 +103,61 @@ def mix(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
     return phase1(sources, qw_D[None], eps)[0][0]
 
 
-def run_block(
+def step_with(
+    merge: Callable[..., Tensor],
+    o1_TD: Tensor,
+    lse1_T: Tensor,
+    partial_TD: Tensor,
+    out_TD: Tensor | None,
+    qw_D: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Add a sub-layer's output to the running sum, merge it into the next mixture, normalise that:
+
+        partial' = partial + out     h = merge(o1, lse1, partial')     x = h / sqrt(mean(h^2) + norm_eps) * g
+
+    Args:
+        merge: the form of that operation; the other arguments are those of every form of ``step``.
+        partial_TD, out_TD: the block's running sum and the newest output; None after a block's first
+            sub-layer, whose output is the sum.
+        qw_D, norm_D: folded pseudo-query and pre-norm weight g of the next sub-layer.
+    Returns:
+        ``(partial', x)``: the sum in the dtype of ``partial_TD``, the normed input in the compute dtype.
+    """
+    # The sum is rounded as it is stored: that is what later readers see.
+    wide = accumulate_dtype(partial_TD.dtype)
+    summed_TD = partial_TD
+    if out_TD is not None:
+        summed_TD = (partial_TD.to(wide) + out_TD.to(wide)).to(partial_TD.dtype)
+    h_TD = merge(o1_TD, lse1_T, summed_TD, qw_D, eps).to(wide)
+    x_TD = h_TD * torch.rsqrt(h_TD.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_D.to(wide)
+    return summed_TD, x_TD.to(compute_dtype(partial_TD))
+
+
+step = partial(step_with, merge)
+
+
+def block(
     sources: Sequence[Tensor],
-    sublayers: Sequence[Callable[[Tensor], Tensor]],
+    sublayers: Sequence[SubLayer],
     qw_SD: Tensor,
     eps: float,
-    watch: Callable[[int, Sequence[Tensor], Tensor | None], None] | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
     """A block of sub-layers, each on its own mix of the sources and the sum of those before it.
 
-    Returns (the sources, the sum [T, D] in the dtype of the first source). watch: called in front of every
-    sub-layer with its place, the sources and the sum.
+    Returns (the sources to go on with, the sum [T, D] in the dtype of the first source). qw_SD: folded
+    pseudo-queries; eps: of the key norms.
     """
-    partial: Tensor | None = None
+    summed: Tensor | None = None
     for index, (sublayer, qw_D) in enumerate(zip(sublayers, qw_SD.unbind())):
         if watch is not None:
-            watch(index, sources, partial)
+            watch(index, sources, summed)
         # The block's own sum is one more source from its second sub-layer on.
-        every = sources if partial is None else [*sources, partial]
+        every = sources if summed is None else [*sources, summed]
         out_TD = sublayer(mix(every, qw_D, eps))
-        partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
-    assert partial is not None
-    return sources, partial
+        summed = out_TD.to(sources[0].dtype) if summed is None else summed + out_TD
+    assert summed is not None
+    return sources, summed

@@ -18,6 +18,7 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.attnres import fused
+from earlyfusion.kernels.attnres import two_phase
+from earlyfusion.kernels.attnres.naive import SubLayer, Watch
+from earlyfusion.kernels.attnres.triton_phase1 import phase1
 from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.launch import column_tile, hardware, on_device
 from earlyfusion.kernels.precision import compute_dtype
@@ -239,16 +242,38 @@ def step(
     eps: float,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Running sum, merge and pre-norm at once; see :func:`earlyfusion.kernels.attnres.fused.step`.
+    """Running sum, merge and pre-norm at once; see :func:`earlyfusion.kernels.attnres.naive.step`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts do not fit. float64 goes to the plain torch form.
+        ValueError: shapes, dtypes, devices or layouts do not fit.
     """
-    if partial_TD.dtype == torch.float64:
-        return fused.step(o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D, eps, norm_eps)
     rows = {"partial_TD": partial_TD, "o1_TD": o1_TD, "out_TD": out_TD, "qw_D": qw_D, "norm_D": norm_D}
     check_shapes("attnres_step", **rows, lse1_T=lse1_T)
     check_tensors("attnres_step", partial_TD, **rows)
     check_tensors("attnres_step", partial_TD, (torch.float32,), lse1_T=lse1_T)
     made = _Step.apply(eps, norm_eps, o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D)
     return made if out_TD is not None else (partial_TD, made)
+
+
+def block(
+    sources: Sequence[Tensor],
+    sublayers: Sequence[SubLayer],
+    qw_SD: Tensor,
+    eps: float,
+    watch: Watch | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """See :func:`earlyfusion.kernels.attnres.naive.block`: one kernel between two sub-layers for running
+    sum, merge and pre-norm."""
+    # A probe wants to see the mix: then the steps are taken one by one.
+    if watch is not None:
+        return two_phase.block(sources, sublayers, qw_SD, eps, watch)
+    mixes, lses, sources = phase1(sources, qw_SD, eps)
+    # The first sub-layer has no sum to add to: its mix needs no merge.
+    summed_TD = sublayers[0](mixes[0]).to(sources[0].dtype).contiguous()
+
+    # The newest output is added to the sum by the kernel in front of the next sub-layer, the last one here.
+    newest_TD: Tensor | None = None
+    for (norm, body), o_TD, lse_T, qw_D in list(zip(sublayers, mixes, lses, qw_SD.unbind()))[1:]:
+        summed_TD, x_TD = step(o_TD, lse_T, summed_TD, newest_TD, qw_D, norm.weight, eps, norm.eps)
+        newest_TD = body(x_TD).contiguous()
+    return sources, summed_TD if newest_TD is None else summed_TD + newest_TD

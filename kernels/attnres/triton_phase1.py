@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attnres import two_phase
-from earlyfusion.kernels.attnres.naive import check_sources
+from earlyfusion.kernels.attnres.naive import Rows, check_sources
 from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.launch import column_tile, hardware, on_device, power_of_two
 
@@ -233,20 +233,19 @@ class Sizes(NamedTuple):
     BT: int  # tokens and columns of a tile
     BD: int
 
-    @property
-    def warps(self) -> int:
-        """More where the tiles are large, so that they stay in registers."""
-        return 4 if self.BT * max(self.NP, self.SP) <= 32 else 8
+    def launch(self, stages: int) -> dict[str, Any]:
+        """Options of a launch; more warps where the tiles are large, so that they stay in registers."""
+        warps = 4 if self.BT * max(self.NP, self.SP) <= 32 else 8
+        return {"S": self, "num_warps": warps, "num_stages": stages}
 
 
 def tiles(sources: int, queries: int, width: int) -> Sizes:
     """Powers of two, at least 16 rows on either side, columns that divide the width where possible."""
     # 16 rows on either side are the least that a product takes.
-    rows, columns = max(8, power_of_two(sources)), max(8, power_of_two(queries))
+    rows = max(8, power_of_two(sources))
     tokens = 2 if rows <= 16 else 1
-    columns = max(columns, 16 // tokens)
-    larger = tokens * max(rows, columns)
-    most = 32
+    columns = max(power_of_two(queries), 16 // tokens)
+    larger, most = tokens * max(rows, columns), 32
     if larger <= 32:
         most = 128
     elif larger <= 128:
@@ -254,134 +253,86 @@ def tiles(sources: int, queries: int, width: int) -> Sizes:
     return Sizes(sources, queries, width, rows, columns, tokens, column_tile(width, most))
 
 
-def _check(sources: Sequence[Tensor], qw_SD: Tensor, op: str = "attnres_phase1") -> None:
-    check_sources(sources, qw_SD.shape[-1])
-    check_shapes(op, qw_SD=qw_SD)
-    named = {f"sources[{index}]": source for index, source in enumerate(sources)}
-    check_tensors(op, sources[0], **{"sources[0]": sources[0], "qw_SD": qw_SD})
-    check_tensors(op, sources[0], (sources[0].dtype,), **named)
-
-
 class _Phase1(torch.autograd.Function):
-    """(qw, eps, carry, n, *sources) -> S mixtures, lse [S, T], and with ``carry`` the sources again.
+    """(qw, eps, *sources) -> S mixtures, lse [S, T], and the sources again.
 
-    With ``carry`` the caller goes on with the returned sources. Their gradient (of all later blocks) then
-    arrives here and is added inside the kernel, which saves a pass over the gradients of all sources per
-    block.
+    The gradient of the returned sources (that of all later blocks) is added inside the kernel, which saves a
+    pass over the gradients of all sources per block.
     """
 
     @staticmethod
-    def forward(ctx: Any, qw_SD: Tensor, eps: float, carry: bool, stacked: bool, *sources: Tensor) -> tuple:
-        tokens, width = sources[0].shape
-        queries, count = qw_SD.shape[0], len(sources)
-        base = sources[0]
-        outs: tuple[Tensor, ...]
-        if stacked:
-            outs = (base.new_empty(queries, tokens, width),)
-            rows = outs[0].unbind()
-        else:
-            outs = rows = tuple(base.new_empty(tokens, width) for _ in range(queries))
+    def forward(ctx: Any, qw_SD: Tensor, eps: float, *sources: Tensor) -> Rows:
+        (tokens, width), queries, count, base = sources[0].shape, qw_SD.shape[0], len(sources), sources[0]
+        outs = tuple(torch.empty_like(base) for _ in range(queries))
         lse_ST = base.new_empty(queries, tokens, dtype=torch.float32)
         scores_TnS = base.new_empty(tokens, count, queries, dtype=torch.float32)
         inverse_Tn = base.new_empty(tokens, count, dtype=torch.float32)
         sizes = tiles(count, queries, width)
         if tokens:
+            # Queries are split into three parts per tile; narrower tiles keep it at 128 registers.
+            narrow = sizes._replace(BD=min(64, sizes.BD))
             with on_device(base):
-                # Queries are split into three parts per tile; narrower tiles keep it at 128 registers.
-                narrow = sizes._replace(BD=min(64, sizes.BD))
-                options = {"S": narrow, "num_warps": sizes.warps, "num_stages": 3}
                 phase1_forward[(triton.cdiv(tokens, sizes.BT),)](
-                    sources, rows, qw_SD, lse_ST, scores_TnS, inverse_Tn, tokens, eps, **options
+                    sources, outs, qw_SD, lse_ST, scores_TnS, inverse_Tn, tokens, eps, **narrow.launch(3)
                 )
+
         ctx.save_for_backward(qw_SD, lse_ST, scores_TnS, inverse_Tn, *sources)
-        ctx.carry, ctx.sizes = carry, sizes
+        ctx.sizes = sizes
+        # Sources that nobody reads again shall not cost a tensor of zeros each.
+        ctx.set_materialize_grads(False)
         # Views, so that autograd sees the sources come out again.
-        passed = tuple(source.view_as(source) for source in sources) if carry else ()
-        return *outs, lse_ST, *passed
+        return *outs, lse_ST, *(source.view_as(source) for source in sources)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        qw_SD, lse_ST, scores_TnS, inverse_Tn, *sources = ctx.saved_tensors
-        (tokens, width), count = sources[0].shape, len(sources)
-        later = gradients[len(gradients) - count :] if ctx.carry else ()
-        *douts, dlse_ST = gradients[: len(gradients) - len(later)]
-        if len(douts) == 1 and douts[0].dim() == 3:
-            douts = list(douts[0].contiguous().unbind())
-        dtype = sources[0].dtype
-        douts = [x.to(dtype).contiguous() for x in douts]
-        # Gradients of all later blocks, added inside the kernel instead of in a pass of their own.
-        laters = tuple(x.to(dtype).contiguous() for x in later) or None
-        dsources = tuple(torch.empty_like(source) for source in sources)
-        a_TnS, dlse_ST, sizes = torch.empty_like(scores_TnS), dlse_ST.contiguous(), ctx.sizes
-        slab = query_sizes(sizes)
-        split, partial_PSD = query_partials(qw_SD, tokens, slab)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        qw_SD, lse_ST, scores_TnS, inverse_Tn, *saved = ctx.saved_tensors
+        sources, sizes, (tokens, width) = tuple(saved), ctx.sizes, saved[0].shape
+
+        def dense(gradient: Tensor | None, like: Tensor) -> Tensor:
+            return torch.zeros_like(like) if gradient is None else gradient.to(like.dtype).contiguous()
+
+        douts = tuple(dense(gradient, sources[0]) for gradient in gradients[: sizes.S])
+        dlse_ST, laters = dense(gradients[sizes.S], lse_ST), None
+        if any(gradient is not None for gradient in gradients[sizes.S + 1 :]):
+            laters = tuple(map(dense, gradients[sizes.S + 1 :], sources))
+        dsources, a_TnS = tuple(map(torch.empty_like, sources)), torch.empty_like(scores_TnS)
+
+        # Tiles of the query gradient: at least 16 query rows, and enough tokens a step to fill a product.
+        slab = sizes._replace(SP=max(16, sizes.SP), BT=max(1, 32 // sizes.NP), BD=min(128, sizes.BD))
+        slabs = triton.cdiv(width, slab.BD)
+        # Enough programs for the device, and few enough that their partial sums stay small: a function of
+        # shape and device alone, so sums have one order.
+        most = 4 * hardware(qw_SD.device).multiprocessors // slabs
+        split = max(1, triton.cdiv(tokens, max(1, min(most, triton.cdiv(tokens, slab.BT)))))
+        partial_PSD = qw_SD.new_empty(triton.cdiv(tokens, split), *qw_SD.shape, dtype=torch.float32)
         if tokens:
-            options = {"S": sizes, "num_warps": sizes.warps, "num_stages": 2}
+            made = qw_SD, lse_ST, dlse_ST, scores_TnS, inverse_Tn, a_TnS, tokens
             with on_device(qw_SD):
                 phase1_backward[(triton.cdiv(tokens, sizes.BT),)](
-                    tuple(sources),
-                    tuple(douts),
-                    laters,
-                    dsources,
-                    qw_SD,
-                    lse_ST,
-                    dlse_ST,
-                    scores_TnS,
-                    inverse_Tn,
-                    a_TnS,
-                    tokens,
-                    **options,
+                    sources, douts, laters, dsources, *made, **sizes.launch(2)
                 )
-                options = {"S": slab, "num_warps": slab.warps, "num_stages": 2}
-                query_gradient[(triton.cdiv(width, slab.BD), partial_PSD.shape[0])](
-                    tuple(sources), a_TnS, partial_PSD, tokens, split, **options
+                query_gradient[(slabs, partial_PSD.shape[0])](
+                    sources, a_TnS, partial_PSD, tokens, split, **slab.launch(2)
                 )
-        dqw_SD = partial_PSD.sum(dim=0).to(qw_SD.dtype)
-        return dqw_SD, None, None, None, *dsources
+        return partial_PSD.sum(dim=0).to(qw_SD.dtype), None, *dsources
 
 
-def query_sizes(sizes: Sizes) -> Sizes:
-    """Tiles of the query gradient: at least 16 query rows, and enough tokens a step to fill a product."""
-    return sizes._replace(SP=max(16, sizes.SP), BT=max(1, 32 // sizes.NP), BD=min(128, sizes.BD))
-
-
-def query_partials(qw_SD: Tensor, tokens: int, slab: Sizes) -> tuple[int, Tensor]:
-    """Tokens per program (a function of shape and device alone, so sums have one order) and the partial
-    sums."""
-    slabs = -(-slab.D // slab.BD)
-    # Enough programs for the device, and few enough that their partial sums stay small.
-    most = 4 * hardware(qw_SD.device).multiprocessors // slabs
-    wanted = max(1, min(most, -(-tokens // slab.BT)))
-    split = max(1, -(-tokens // wanted))
-    count = -(-tokens // split)
-    return split, qw_SD.new_empty(count, *qw_SD.shape, dtype=torch.float32)
-
-
-def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, Rows, Rows]:
     """Mix finished sources for S queries at once; see :func:`earlyfusion.kernels.attnres.naive.phase1`.
 
-    Returns:
-        ``(o_STD, lse_ST)``, both differentiable, the first in the sources' dtype, the second float32.
     Raises:
-        ValueError: no sources; shapes, dtypes, devices or layouts do not fit. float64 and more than
-            128 sources go to the plain torch form.
+        ValueError: no sources; shapes, dtypes, devices or layouts do not fit. More than 128 sources go to the
+            plain torch form.
     """
-    # float64 is for checking; and a kernel's arguments have a limit.
-    if sources and (sources[0].dtype == torch.float64 or len(sources) > MOST_SOURCES):
+    # A kernel's arguments have a limit.
+    if len(sources) > MOST_SOURCES:
         return two_phase.phase1(sources, qw_SD, eps)
-    _check(sources, qw_SD)
-    return _Phase1.apply(qw_SD, eps, False, True, *sources)
-
-
-def open_block(
-    sources: Sequence[Tensor], qw_SD: Tensor, eps: float
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Phase 1 as a block uses it; see :func:`earlyfusion.kernels.attnres.fused.open_block`."""
-    if sources and (sources[0].dtype == torch.float64 or len(sources) > MOST_SOURCES):
-        o_STD, lse_ST = two_phase.phase1(sources, qw_SD, eps)
-        return o_STD.unbind(), lse_ST.unbind(), tuple(sources)
-    _check(sources, qw_SD, "attnres_open")
-    queries = qw_SD.shape[0]
-    outs = _Phase1.apply(qw_SD, eps, True, False, *sources)
+    op, queries = "attnres_phase1", qw_SD.shape[0]
+    check_sources(sources, qw_SD.shape[-1])
+    check_shapes(op, qw_SD=qw_SD)
+    check_tensors(op, sources[0], **{"sources[0]": sources[0], "qw_SD": qw_SD})
+    named = {f"sources[{index}]": source for index, source in enumerate(sources)}
+    check_tensors(op, sources[0], (sources[0].dtype,), **named)
+    outs = _Phase1.apply(qw_SD, eps, *sources)
     return outs[:queries], outs[queries].unbind(), outs[queries + 1 :]

@@ -16,13 +16,15 @@ Legend: n sources, S sub-layers (queries), T tokens, R tokens of a tile, D hidde
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.attnres.naive import check_sources
+from earlyfusion.kernels.attnres import naive
+from earlyfusion.kernels.attnres.naive import Rows, SubLayer, Watch, check_sources
 from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
 
 # Found by measuring; a tile stays in the cache for both products.
@@ -133,19 +135,15 @@ def _score(v_TD: Tensor, qw_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (v_TD @ qw_D) * r_T, r_T
 
 
-def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, Rows, Rows]:
     """Mix finished sources for S queries at once; see :func:`earlyfusion.kernels.attnres.naive.phase1`.
 
-    Take single queries from the result with ``unbind``: S separate ``o[s]`` cost S full-size gradients.
-
-    Returns:
-        ``(o_STD, lse_ST)``, both differentiable, the first in the sources' dtype, the second float32 or
-        float64.
     Raises:
         ValueError: no sources, or shapes differ.
     """
     check_sources(sources, qw_SD.shape[-1])
-    return _Phase1.apply(qw_SD, eps, *sources)
+    o_STD, lse_ST = _Phase1.apply(qw_SD, eps, *sources)
+    return o_STD.unbind(), lse_ST.unbind(), tuple(sources)
 
 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
@@ -154,6 +152,26 @@ def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: 
     return _Merge.apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
 
 
-def mix(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
-    """One-phase mixture h_TD of all sources for one query: what full Attention Residuals (N = L) call."""
-    return phase1(sources, qw_D[None], eps)[0].squeeze(0)
+step = partial(naive.step_with, merge)
+
+
+def block(
+    sources: Sequence[Tensor],
+    sublayers: Sequence[SubLayer],
+    qw_SD: Tensor,
+    eps: float,
+    watch: Watch | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """See :func:`earlyfusion.kernels.attnres.naive.block`: phase 1 mixes the finished sources for all
+    sub-layers in one pass, and each merges its row with the block's sum by an online softmax (exact)."""
+    mixes, lses, sources = phase1(sources, qw_SD, eps)
+    summed: Tensor | None = None
+    for index, (sublayer, o_TD, lse_T, qw_D) in enumerate(zip(sublayers, mixes, lses, qw_SD.unbind())):
+        if watch is not None:
+            watch(index, sources, summed)
+        # Phase 1 alone is the mix as long as the block has no sum.
+        h_TD = o_TD if summed is None else merge(o_TD, lse_T, summed, qw_D, eps)
+        out_TD = sublayer(h_TD)
+        summed = out_TD.to(sources[0].dtype) if summed is None else summed + out_TD
+    assert summed is not None
+    return sources, summed

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.attnres.naive import SubLayer
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of, law_of, ours
 from earlyfusion.pipeline.bench.kda_cases import MIXED, kda, kda_case
@@ -90,13 +90,13 @@ def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
     sources = blocks * (blocks + 1) / 2
     forward = sources + blocks * (6 * size - 3)
     backward = 3 * sources + blocks * (7 * size - 3)
-    opens, steps = ours("attnres_open", setting), ours("attnres_step", setting)
+    opens, steps = ours("attnres_phase1", setting), ours("attnres_step", setting)
     return Case(
-        "attnres_open attnres_step",
+        "attnres_phase1 attnres_step",
         f"{label}, T {tokens}",
         leaves,
         {name: two_phase(opens[name], steps[name], blocks, size) for name in opens},
-        two_phase(law_of("attnres_open"), law_of("attnres_step"), blocks, size),
+        two_phase(law_of("attnres_phase1"), law_of("attnres_step"), blocks, size),
         Work(forward * leaves[0].nbytes),
         Work(backward * leaves[0].nbytes),
         setting.tolerance(),
@@ -352,8 +352,8 @@ def others(setting: Setting) -> Iterator[Case]:
     # AttnRes piece by piece, as the engine and the model call it.
     stacked, qw = leaf(3, tokens, 20), leaf(4, 20)
     yield case_of("attnres_phase1", "three sources", setting, [stacked, qw], around=in_lists)
-    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), leaf(tokens, 20), leaf(20)]
-    yield case_of("attnres_merge", "a partial sum", setting, rows, EPS)
+    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), *(leaf(tokens, 20) for _ in range(2))]
+    yield case_of("attnres_step", "a partial sum", setting, [*rows, leaf(20), leaf(20)], EPS, EPS)
     rows = [stacked, qw, leaf(4, 20)]
     yield case_of("attnres_block", "four sub-layers", setting, rows, around=scaled_block)
 

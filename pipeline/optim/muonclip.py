@@ -169,7 +169,7 @@ class MuonClip(torch.optim.Optimizer):
         stacked_Brc = momenta[0].new_empty(sum(counts), together * rows, columns)
         for slot, blocks in zip(stacked_Brc.split(counts), stack, strict=True):
             torch.lerp(blocks.grad, blocks.momentum, mu, out=slot.view(blocks.grad.shape))
-        newton_schulz = resolve("newton_schulz", stacked_Brc.device)
+        newton_schulz = resolve("newton_schulz", stacked_Brc)
         ortho_Brc = newton_schulz(stacked_Brc, preset=self.ns, dtype=self.ns_dtype)
 
         # W := W (1 - lr wd) - lr scale O in one pass, so that 16-bit weights are rounded once.

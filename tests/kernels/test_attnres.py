@@ -6,14 +6,14 @@ import torch
 from cases import Form, forms, needs_interpreter, poisoned_empties, randn, refused, relative_error
 from cases import values_and_gradients as values
 
-from earlyfusion.kernels.attnres import fused, naive, triton_merge, triton_phase1, two_phase
+from earlyfusion.kernels.attnres import naive, triton_merge, triton_phase1, two_phase
 from earlyfusion.kernels.launch import column_tile
 
 
 class triton:
     """Both files as one form."""
 
-    phase1, open_block = triton_phase1.phase1, triton_phase1.open_block
+    phase1 = triton_phase1.phase1
     merge, step = two_phase.merge, triton_merge.step  # alone, a merge is torch's
 
 
@@ -41,7 +41,8 @@ def tensors(n, S, T, D, seed=0, dtype=torch.float64):
 
 
 def phase1(module, q, *v):
-    return module.phase1(v, q, EPS)
+    mixes, lses, _ = module.phase1(v, q, EPS)
+    return torch.stack(mixes), torch.stack(lses)
 
 
 def merge(module, *leaves):
@@ -81,50 +82,45 @@ def test_two_phases_equal_one_phase_with_all_gradients(form, n):
         # The law of a block: one softmax over the sources and the sum.
         if module is naive:
             return torch.stack([naive.mix([*v, p], w, EPS) for p, w in zip(parts, q)])
-        o, lse = module.phase1(v, q, EPS)
-        rows = zip(o.unbind(), lse.unbind(), parts.unbind(), q.unbind())
+        rows = zip(*module.phase1(v, q, EPS)[:2], parts, q)
         return torch.stack([module.merge(o1, l1, p, w, EPS) for o1, l1, p, w in rows])
 
     form.compare(block, naive, [qw, partials, *sources], [randn(3, 11, 20, seed=9)])
 
 
 @pytest.mark.parametrize("T,D", [(1, 16), (11, 144), (30, 40)])
-@forms(triton=TRITON, triton16=Form(triton, torch.float16, 8e-3), torch=Form(fused, torch.float64, 1e-11))
+@forms(triton=TRITON, triton16=Form(triton, torch.float16, 8e-3), torch=Form(two_phase, torch.float64, 1e-11))
 def test_sum_merge_and_norm_in_one_pass_equal_the_three_operations(form, T, D):
     sources, qw, do, lse = tensors(3, 2, T, D, dtype=form.dtype)
     leaves = [sources[0], lse[0], sources[1], sources[2], qw[0], 1 + 0.1 * qw[1]]
     got = values(lambda *x: form.op.step(*x, EPS, NORM_EPS), leaves, do)
     wide = [x.double() for x in leaves]
-    want = values(lambda *x: fused.step_naive(*x, EPS, NORM_EPS), wide, do.double())
+    want = values(lambda *x: naive.step(*x, EPS, NORM_EPS), wide, do.double())
     assert all(relative_error(g, w) < form.error for g, w in zip(got, want))
 
 
-def schedule(open_block, step, sources, outs, qw, norms):
+def schedule(module, sources, outs, qw, norms):
     """Two blocks of two sub-layers whose outputs are given: all inputs the sub-layers see, and the last block
     sum."""
     # Every input that a sub-layer would see is an output here, so all gradients pass through.
     seen = []
     for block in range(2):
-        o, lse, sources = open_block(sources, qw[2 * block : 2 * block + 2], EPS)
+        o, lse, sources = module.phase1(sources, qw[2 * block : 2 * block + 2], EPS)
         first, second = outs[2 * block], outs[2 * block + 1]
-        summed, x = step(o[1], lse[1], first, None, qw[2 * block + 1], norms[block], EPS, NORM_EPS)
+        summed, x = module.step(o[1], lse[1], first, None, qw[2 * block + 1], norms[block], EPS, NORM_EPS)
         seen += [o[0], x]
         # The next block has the sum of this one as a source, and its gradient comes back.
         sources = [*sources, summed + second]
     return (*seen, sources[-1])
 
 
-@forms(torch=Form(fused, torch.float64, 1e-10), triton=TRITON)
+@forms(torch=Form(two_phase, torch.float64, 1e-10), triton=TRITON)
 def test_blocks_with_carried_gradients_equal_the_definition_end_to_end(form):
     """The gradient of a source collects the later blocks inside the kernel of the earlier one."""
     (embedding,), qw, outs, _ = tensors(1, 4, 7, 48)
     norms = 1 + 0.1 * randn(2, 48, seed=5)
 
-    def run(module, e, f, q, g):
-        law = fused.open_block_naive, fused.step_naive
-        steps = law if module is naive else (module.open_block, module.step)
-        return schedule(*steps, [e], f.unbind(), q, g)
-
+    run = lambda module, e, f, q, g: schedule(module, [e], f.unbind(), q, g)
     cotangents = randn(5, 7, 48, seed=7)
     form.compare(run, naive, [embedding, outs, qw, norms], cotangents)
 
@@ -137,11 +133,15 @@ def test_gradcheck():
     assert check(lambda *x: merge(two_phase, *x), *merged)
 
 
+def mix(module, q, *v):
+    return module.phase1(v, q[None], EPS)[0][0]
+
+
 @pytest.mark.parametrize("implementation", [naive, two_phase])
 def test_zero_query_is_the_uniform_mean_and_still_learns(implementation):
     sources, _, do, _ = tensors(4, 1, 6, 8)
     zero = torch.zeros(8, dtype=torch.float64, requires_grad=True)
-    h = implementation.mix(sources, zero, EPS)
+    h = mix(implementation, zero, *sources)
     assert (h - torch.stack(sources).mean(0)).abs().max() < EXACT.error
     (gradient,) = torch.autograd.grad(h, zero, do[0])
     assert gradient.abs().max() > 1e-3
@@ -149,7 +149,7 @@ def test_zero_query_is_the_uniform_mean_and_still_learns(implementation):
 
 def test_a_single_source_is_passed_through_whatever_the_query():
     sources, qw, do, _ = tensors(1, 1, 6, 8)
-    h, dqw, dv = values(lambda q, v: two_phase.mix([v], q, EPS), [qw[0], sources[0]], [do[0]])
+    h, dqw, dv = values(lambda *x: mix(two_phase, *x), [qw[0], sources[0]], [do[0]])
     assert torch.equal(h, sources[0])
     assert dqw.abs().max() < EXACT.error and (dv - do[0]).abs().max() < EXACT.error
 
@@ -196,10 +196,10 @@ def test_a_second_run_is_bit_identical():
 def test_tokens_do_not_influence_each_other(form):
     """Rows of a tile share a product; the others must not notice a huge one."""
     sources, qw, _, _ = tensors(3, 2, 6, 32, dtype=torch.float32)
-    clean = form.op.phase1(sources, qw, EPS)[0]
+    clean, _ = phase1(form.op, qw, *sources)
     # Its square overflows: whoever shares a sum with it would get infinity.
     sources[1][2] = 1e30
-    dirty = form.op.phase1(sources, qw, EPS)[0]
+    dirty, _ = phase1(form.op, qw, *sources)
     kept = [0, 1, 3, 4, 5]
     assert torch.equal(clean[:, kept], dirty[:, kept])
 

@@ -8,7 +8,7 @@ import torch
 from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.attnres import cpu as attnres_cpu
 from earlyfusion.kernels.attnres import naive as attnres_naive
-from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.attnres.naive import SubLayer
 from earlyfusion.kernels.moe import cpu as moe_cpu
 from earlyfusion.kernels.moe import naive as moe_naive
 
@@ -76,12 +76,12 @@ def residual(tokens, dtype=torch.float64):
 def test_a_block_and_a_mix_equal_their_laws():
     sources, qw = residual(9)
     layers, seen = sublayers(torch.float64), []
-    got = attnres_cpu.run_block(sources, layers, qw, 1e-5)[1]
-    torch.testing.assert_close(got, attnres_naive.run_block(sources, layers, qw, 1e-5)[1], atol=EXACT, rtol=0)
-    for one, law in zip(attnres_cpu.phase1(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)):
-        torch.testing.assert_close(one, law, atol=EXACT, rtol=0)
+    got = attnres_cpu.block(sources, layers, qw, 1e-5)[1]
+    torch.testing.assert_close(got, attnres_naive.block(sources, layers, qw, 1e-5)[1], atol=EXACT, rtol=0)
+    mixes = attnres_cpu.phase1(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)
+    torch.testing.assert_close(*mixes, atol=EXACT, rtol=0)
     watch = lambda index, before, partial: seen.append((index, len(before), partial is None))
-    watched = attnres_cpu.run_block(sources, layers, qw, 1e-5, watch)[1]
+    watched = attnres_cpu.block(sources, layers, qw, 1e-5, watch)[1]
     torch.testing.assert_close(watched, got, atol=EXACT, rtol=0)
     assert seen == [(0, 3, True), (1, 3, False), (2, 3, False)]
 
@@ -93,6 +93,6 @@ def test_a_tokens_bits_do_not_depend_on_the_others(rows):
     assert torch.equal(moe_cpu.moe_experts(x[:rows], ids[:rows], weights[:rows], up, down), whole[:rows])
     sources, qw = residual(40, torch.float32)
     layers = sublayers(torch.float32)
-    whole = attnres_cpu.run_block(sources, layers, qw, 1e-5)[1]
-    some = attnres_cpu.run_block([source[:rows] for source in sources], layers, qw, 1e-5)[1]
+    whole = attnres_cpu.block(sources, layers, qw, 1e-5)[1]
+    some = attnres_cpu.block([source[:rows] for source in sources], layers, qw, 1e-5)[1]
     assert torch.equal(some, whole[:rows])
