@@ -20,13 +20,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +43,7 @@ MULTIPROCESSORS = 132  # of the GPU that is pretended: an H100's
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """What came out of one compilation."""
 
     name: str
@@ -60,11 +57,11 @@ class Compiled:
     ptx: str
 
 
-Call = Callable[[], Any]
-"""One use of an operation; every launch in it is compiled."""
+Use = tuple[str, str, Callable[[], Any]]
+"""(operation, label, one use of it): every launch in it is compiled."""
 
 
-# ---- what is launched: (label, call) of every operation, at the shapes of the models ----
+# ---- what is launched: every operation, at the shapes of the models ----
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -104,45 +101,41 @@ def use_kda(
     use("kda", q, k, v, f, b, leaf(32, dtype=FP32), leaf(32, key_dim, dtype=FP32), segments, **options)
 
 
-def kda() -> Iterator[tuple[str, Call]]:
+def kda() -> Iterator[Use]:
     """Both gates for each head shape in bfloat16, whole documents and segments of them, few documents and
-    many; the smaller chunks; one shape in float16, two in float32."""
+    many; the smaller chunks; one shape in float16, two in float32. One decode step."""
+    half, segmented = (128, 128, BF16), {"segment_chunks": 1}
     for key_dim, value_dim in ((32, 32), (64, 64), (128, 128), (256, 256), (128, 256), (64, 128)):
         label, shape = f"bfloat16 K{key_dim} V{value_dim}", (key_dim, value_dim, BF16)
         for bound in (None, -5.0):
-            call = partial(use_kda, *shape, 1, True, segment_chunks=1, lower_bound=bound)
-            yield f"{label} bound {bound}", call
-        yield f"{label} crowded", partial(use_kda, *shape, 5, True, segment_chunks=0)
-
-    shape = (128, 128, BF16)
+            call = partial(use_kda, *shape, 1, True, **segmented, lower_bound=bound)
+            yield "kda", f"{label} bound {bound}", call
+        yield "kda", f"{label} crowded", partial(use_kda, *shape, 5, True, segment_chunks=0)
     for count in (0, 1):
-        yield f"bfloat16 stateless {count}", partial(use_kda, *shape, 1, False, segment_chunks=count)
+        yield "kda", f"bfloat16 stateless {count}", partial(use_kda, *half, 1, False, segment_chunks=count)
     for chunk in (16, 32):
-        yield f"bfloat16 C{chunk}", partial(use_kda, *shape, 1, True, segment_chunks=1, chunk=chunk)
+        yield "kda", f"bfloat16 C{chunk}", partial(use_kda, *half, 1, True, **segmented, chunk=chunk)
     for dim, dtype in ((128, FP16), (32, FP32), (64, FP32)):
-        yield f"{dtype} K{dim}", partial(use_kda, dim, dim, dtype, 1, True, segment_chunks=1)
+        yield "kda", f"{dtype} K{dim}", partial(use_kda, dim, dim, dtype, 1, True, **segmented)
 
-
-def kda_decode() -> Iterator[tuple[str, Call]]:
     for dim in (64, 128, 256):
+        rows = [torch.zeros(5, *shape, dtype=BF16) for shape in ((96 * dim,), (32, dim), (32,))]
+        gate = torch.zeros(96 * dim, 4), torch.zeros(32), torch.zeros(32, dim)
+        cache, slots = DecodeCache.new(64, 32, 32, dim, dim), torch.arange(5)
         for bound in (None, -5.0):
-            half: list[Any] = [
-                torch.zeros(5, *shape, dtype=BF16) for shape in ((96 * dim,), (32, dim), (32,))
-            ]
-            gate: list[Any] = [torch.zeros(96 * dim, 4), torch.zeros(32), torch.zeros(32, dim)]
-            cache, slots = DecodeCache.new(64, 32, 32, dim, dim), torch.arange(5)
-            inputs: list[Any] = [*half, *gate, cache, slots, slots]
-            yield f"K{dim} bound {bound}", partial(decode, *inputs, lower_bound=bound)
+            step: Any = partial(decode, *rows, *gate, lower_bound=bound)
+            yield "kda_decode", f"K{dim} bound {bound}", partial(step, cache, slots, slots)
 
 
-def others() -> Iterator[tuple[str, str, Call]]:
-    """(operation, label, call)."""
+def uses() -> Iterator[Use]:
+    yield from kda()
+
     # Not a multiple of 16: what the launcher may assume of a length is the least.
     segments, tokens = Segments((200, 9)), 209
     for dtype in (BF16, FP32):
+        conv = leaf(tokens, 2304, dtype=dtype), leaf(2304, 4, dtype=FP32), segments
         for taps in (None, leaf(2, 2304, 3, dtype=dtype)):
             label = f"{dtype} {'without' if taps is None else 'with'} taps"
-            conv = leaf(tokens, 2304, dtype=dtype), leaf(2304, 4, dtype=FP32), segments
             yield "short_conv", label, partial(use, "short_conv", *conv, initial_taps_NCW1=taps)
 
     # MLA of 192 and 128, also after earlier keys and with its largest logits; the towers' 72 and 128.
@@ -162,14 +155,13 @@ def others() -> Iterator[tuple[str, str, Call]]:
     yield "mla_decode", "512 + 64", partial(use, "mla_decode", query, pages, table, lengths, 512, 0.1)
 
     # 48B (9 blocks), a width of 4,096, K3, and one mix over all 54 sources.
-    for label, count, queries, width in (("48B", 9, 6, 2304), ("d4096", 5, 8, 4096), ("K3", 8, 24, 7168)):
+    shapes = ("48B", 9, 6, 2304), ("d4096", 5, 8, 4096), ("K3", 8, 24, 7168), ("full", 54, 1, 2304)
+    for label, count, queries, width in shapes:
         opened = leaves(count, tokens, width), leaf(queries, width, dtype=FP32)
         yield "attnres", label, partial(use, "attnres_phase1", *opened, 1e-5)
         o1, *sums = leaves(3, tokens, width)
         step = o1, leaf(tokens, dtype=FP32), *sums, *leaves(2, width, dtype=FP32)
         yield "attnres", label, partial(use, "attnres_step", *step, 1e-5, 1e-5)
-    full = leaves(54, tokens, 2304), leaf(1, 2304, dtype=FP32)
-    yield "attnres", "full", partial(use, "attnres_phase1", *full, 1e-5)
 
     # The widths of the 48B model, and its vocabulary.
     ids, weights = torch.zeros(401, 2, dtype=torch.int64), leaf(401, 2, dtype=FP32)
@@ -183,53 +175,7 @@ def others() -> Iterator[tuple[str, str, Call]]:
         yield "newton_schulz", f"{batch} {wanted}", partial(use, "newton_schulz", gradients, dtype=wanted)
 
 
-NAMES = "kda kda_decode short_conv attention qkv_rope mla_decode attnres moe_experts loss newton_schulz"
-OPERATIONS = NAMES.split()
-
-
-def calls_of(operation: str) -> Iterator[tuple[str, Call]]:
-    if operation == "kda":
-        yield from kda()
-    elif operation == "kda_decode":
-        yield from kda_decode()
-    else:
-        for name, label, call in others():
-            if name == operation:
-                yield label, call
-
-
 # ---- the device that compiles ----
-
-
-@contextmanager
-def launches(on_launch: Callable[..., None], arch: int) -> Iterator[None]:
-    """Inside, a launch calls on_launch(name, compile, args, options); compile(*args, **options) gives what
-    would run on ``sm_<arch>``."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    function = triton.runtime.jit.JITFunction
-    original, before = function.run, launch.OFF_GPU
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        on_launch(self.__name__, partial(original, self, grid=grid, warmup=True), args, options)
-
-    # Triton asks its driver for the target; ours needs no device.
-    compiler = SimpleNamespace(
-        get_current_device=lambda: (
-            arch
-        ),  # the key of Triton's caches: one set of kernels for each architecture
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-    )
-    driver.set_active(compiler)
-    launch.OFF_GPU = launch.Hardware(arch, MULTIPROCESSORS)
-    function.run = run
-    try:
-        yield
-    finally:
-        function.run, launch.OFF_GPU = original, before
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -248,6 +194,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _compiled(name: str, arch: int, kernel: Any) -> Compiled:
+    ptx, warps, shared = kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared
+    registers, stack = _resources(kernel.asm["cubin"])
+    cores = "-"
+    if "wgmma.mma_async" in ptx:
+        cores = "wgmma"
+    elif "mma.sync" in ptx:
+        cores = "mma"
+    fits = stack == 0 and shared <= SHARED_LIMIT.get(arch, 48 * 1024)
+    return Compiled(name, arch, warps, registers, stack, shared, cores, fits, ptx)
+
+
 def compile_operation(
     operation: str, arch: int, only: str = "", ones: bool = False, **overrides: Any
 ) -> list[Compiled]:
@@ -256,67 +214,68 @@ def compile_operation(
     only: kernels whose "name label" contains this. ones: all integer arguments are 1. overrides: options of
     the launches, such as maxnreg (a cap on registers per thread).
     """
-    made: dict[int, tuple[str, Any]] = {}
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
 
-    def on_launch(label: str, name: str, compiled: Any, args: Any, options: Any) -> None:
-        name = f"{name} {label}"
+    function = triton.runtime.jit.JITFunction
+    original, before = function.run, launch.OFF_GPU
+    made: dict[int, tuple[str, Any]] = {}
+    labels: list[str] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name = f"{self.__name__} {labels[-1]}"
         if only not in name:
             return
         # What the launcher does by itself with an argument of 1.
         if ones:
-            args = [1 if type(x) is int else x for x in args]
-        kernel = compiled(*args, **{**options, **overrides})
+            args = tuple(1 if type(x) is int else x for x in args)
+        kernel = original(self, *args, grid=grid, warmup=True, **{**options, **overrides})
         made.setdefault(id(kernel), (name, kernel))  # Triton gives the same object for the same launch
 
+    # Triton asks its driver for the target; ours needs no device. The key of Triton's caches is the current
+    # device: one set of kernels for each architecture.
+    compiler = SimpleNamespace(
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+    )
+    driver.set_active(compiler)
     # On CPU tensors, too.
     os.environ[ENVIRONMENT] = "triton"
-    for label, call in calls_of(operation):
-        with launches(partial(on_launch, label), arch):
-            call()
-
-    found = []
-    for name, kernel in made.values():
-        ptx, warps, shared = kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared
-        registers, stack = _resources(kernel.asm["cubin"])
-        cores = "-"
-        if "wgmma.mma_async" in ptx:
-            cores = "wgmma"
-        elif "mma.sync" in ptx:
-            cores = "mma"
-        fits = stack == 0 and shared <= SHARED_LIMIT.get(arch, 48 * 1024)
-        found.append(Compiled(name, arch, warps, registers, stack, shared, cores, fits, ptx))
-    return found
+    launch.OFF_GPU, function.run = launch.Hardware(arch, MULTIPROCESSORS), run
+    try:
+        for name, label, call in uses():
+            if name == operation:
+                labels.append(label)
+                call()
+    finally:
+        function.run, launch.OFF_GPU = original, before
+    return [_compiled(name, arch, kernel) for name, kernel in made.values()]
 
 
-def table(rows: Sequence[Compiled]) -> str:
-    """The rows as a Markdown table."""
-    headings = ("kernel", "sm", "warps", "registers", "spills, B", "shared, KiB", "tensor cores")
-    lines = [headings, ("---",) * len(headings)]
-    for row in rows:
-        shared = f"{row.shared_bytes / 1024:.1f}"
-        figures = row.arch, row.num_warps, row.registers, row.spills, shared, row.cores
-        lines.append((row.name, *map(str, figures)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Compile and print the table. 0: all fit, 1: one spills or is too large."""
     parser = argparse.ArgumentParser(prog="earlyfusion.kernels.aot", description=__doc__)
     add = parser.add_argument
-    add("operations", nargs="*", help=f"of {', '.join(OPERATIONS)} (default: all)")
+    add("operations", nargs="*", help="such as kda (default: all)")
     add("--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)")
     add("--only", default="", help="compile only kernels whose name contains this (default: all)")
     add("--json", help="also write the rows, without PTX, to this file")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
 
     os.environ.pop("TRITON_INTERPRET", None)
-    rows = []
-    for operation in args.operations or OPERATIONS:
+    rows: list[Compiled] = []
+    for operation in args.operations or dict.fromkeys(name for name, *_ in uses()):
         for arch in args.arch:
             rows += compile_operation(operation, arch, args.only)
-    print(table(rows))
+
+    # A table in Markdown.
+    columns = Compiled._fields[:-2]
+    for line in (columns, ("---",) * len(columns), *(row[:-2] for row in rows)):
+        print(f"| {' | '.join(map(str, line))} |")
     if args.json is not None:
-        write_json(args.json, [{**asdict(row), "ptx": ""} for row in rows])
+        write_json(args.json, [row._replace(ptx="")._asdict() for row in rows])
     return 0 if rows and all(row.fits for row in rows) else 1
 
 

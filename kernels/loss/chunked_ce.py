@@ -17,7 +17,7 @@ Legend: T tokens, M rows with a loss, R rows of a chunk, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,28 +75,42 @@ def _gradient(
 TORCH_ROWS = Rows(_statistics, _gradient)
 
 
-def _chunks(rows_M: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """The counted rows, chunk by chunk; nothing where none is counted (torch would split that into one chunk
-    of no rows, and a product of no rows is a launch that not every backend takes)."""
+def _split(counted_T: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """The counted rows, chunk by chunk."""
+    rows_M = counted_T.nonzero()[:, 0]  # the op's one host sync on CUDA
+    # torch would split nothing into one chunk of no rows, and a product of no rows is a launch that not every
+    # backend takes.
     return rows_M.split(chunk) if rows_M.numel() else ()
 
 
-class _Gradients:
-    """dh and dW, filled chunk by chunk; None where not wanted."""
+class _Chunks:
+    """Chunks of a call's counted rows, and the gradients that they add up to."""
 
-    def __init__(self, h_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, wants: tuple[bool, bool]) -> None:
-        wide = accumulate_dtype(dtype)
-        # Skipped rows keep their zeros.
-        self.dh_TD = torch.zeros_like(h_TD) if wants[0] else None
-        self.dweight_VD = torch.zeros_like(weight_VD, dtype=wide) if wants[1] else None
+    def __init__(
+        self, dtype: torch.dtype, rows: Sequence[Tensor], h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor
+    ) -> None:
+        self.dtype, self.wide, self.rows = dtype, accumulate_dtype(dtype), rows
+        # The weight is cast once, not for every chunk.
+        self.h_TD, self.weight_VD, self.labels_T = h_TD, weight_VD.to(dtype), labels_T
 
-    def add(self, rows_R: Tensor, dlogits_RV: Tensor, h_RD: Tensor, weight_VD: Tensor) -> None:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(rows, their hidden states, their labels, their logits)."""
+        for rows_R in self.rows:
+            h_RD = self.h_TD.index_select(0, rows_R).to(self.dtype)
+            yield rows_R, h_RD, self.labels_T[rows_R], wide_mm(h_RD, self.weight_VD.T)
+
+    def start(self, wants: Sequence[bool]) -> None:
+        """Gradients of h and of the weight, None where not wanted; rows that are skipped keep their zeros."""
+        self.dh_TD = torch.zeros_like(self.h_TD) if wants[0] else None
+        self.dweight_VD = torch.zeros_like(self.weight_VD, dtype=self.wide) if wants[1] else None
+
+    def add(self, rows_R: Tensor, dlogits_RV: Tensor, h_RD: Tensor) -> None:
         if self.dh_TD is not None:
-            self.dh_TD[rows_R] = product(dlogits_RV, weight_VD).to(self.dh_TD.dtype)
+            self.dh_TD[rows_R] = product(dlogits_RV, self.weight_VD).to(self.dh_TD.dtype)
         if self.dweight_VD is None:
             return
-        if h_RD.is_cuda and h_RD.dtype != self.dweight_VD.dtype:  # no rounding between chunks
-            self.dweight_VD += torch.mm(dlogits_RV.T, h_RD, out_dtype=self.dweight_VD.dtype)
+        if h_RD.is_cuda and self.dtype != self.wide:  # no rounding between chunks
+            self.dweight_VD += torch.mm(dlogits_RV.T, h_RD, out_dtype=self.wide)
         else:
             self.dweight_VD += product_over_rows(dlogits_RV, h_RD)
 
@@ -114,30 +128,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(h_TD, weight_VD)
-        wide = accumulate_dtype(dtype)
+        counted = _split((labels_T != IGNORE) & (loss_weights_T != 0), chunk)
         with without_autocast(h_TD):
-            rows_M = ((labels_T != IGNORE) & (loss_weights_T != 0)).nonzero()[
-                :, 0
-            ]  # the op's one host sync on CUDA
-            # Once, not for every chunk.
-            weight = weight_VD.to(dtype)
-            nll_T = h_TD.new_zeros(h_TD.shape[0], dtype=wide)
-            loss = h_TD.new_zeros((), dtype=wide)
-            gradients = _Gradients(h_TD, weight, dtype, wants)
-            for rows_R in _chunks(rows_M, chunk):
-                h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
-                w_R = loss_weights_T[rows_R].to(wide)
-                lse_R, picked_R, _, kept_RV = rows.statistics(wide_mm(h_RD, weight.T), labels_R, False)
+            chunks = _Chunks(dtype, counted, h_TD, weight_VD, labels_T)
+            chunks.start(wants)
+            nll_T = h_TD.new_zeros(h_TD.shape[0], dtype=chunks.wide)
+            loss = h_TD.new_zeros((), dtype=chunks.wide)
+            for rows_R, h_RD, labels_R, logits_RV in chunks:
+                w_R = loss_weights_T[rows_R].to(chunks.wide)
+                lse_R, picked_R, _, kept_RV = rows.statistics(logits_RV, labels_R, False)
+                nll_T[rows_R] = nll_R = lse_R - picked_R
+                loss += torch.dot(nll_R, w_R)
                 # Gradients are made here for an upstream of one: the loss is linear, so the backward only
                 # scales.
-                nll_R = lse_R - picked_R
-                nll_T[rows_R] = nll_R
-                loss += torch.dot(nll_R, w_R)
                 if any(wants):
-                    gradients.add(
-                        rows_R, rows.gradient(kept_RV, lse_R, labels_R, w_R, w_R, dtype), h_RD, weight
-                    )
-        ctx.gradients = gradients.dh_TD, gradients.dweight_VD, weight_VD.dtype
+                    dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, w_R, w_R, chunks.dtype)
+                    chunks.add(rows_R, dlogits_RV, h_RD)
+        ctx.gradients = chunks.dh_TD, chunks.dweight_VD, weight_VD.dtype
         ctx.mark_non_differentiable(nll_T)
         return loss, nll_T
 
@@ -163,49 +170,37 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk: int,
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
-        dtype = compute_dtype(h_TD, weight_VD)
-        wide = accumulate_dtype(dtype)
+        settings = compute_dtype(h_TD, weight_VD), _split(labels_T != IGNORE, chunk)
         with without_autocast(h_TD):
-            rows_M = (labels_T != IGNORE).nonzero()[:, 0]  # the op's one host sync on CUDA
-            weight = weight_VD.to(dtype)
-            logp_T, entropy_T = (h_TD.new_zeros(h_TD.shape[0], dtype=wide) for _ in range(2))
-            for rows_R in _chunks(rows_M, chunk):
-                logits_RV = wide_mm(h_TD.index_select(0, rows_R).to(dtype), weight.T).div_(temperature)
-                lse_R, picked_R, mean_R, _ = rows.statistics(logits_RV, labels_T[rows_R], True)
+            chunks = _Chunks(*settings, h_TD, weight_VD, labels_T)
+            logp_T, entropy_T = (h_TD.new_zeros(h_TD.shape[0], dtype=chunks.wide) for _ in range(2))
+            for rows_R, _, labels_R, logits_RV in chunks:
+                lse_R, picked_R, mean_R, _ = rows.statistics(logits_RV.div_(temperature), labels_R, True)
                 logp_T[rows_R] = picked_R - lse_R
                 assert mean_R is not None
                 entropy_T[rows_R] = lse_R - mean_R
-        ctx.save_for_backward(h_TD, weight_VD, labels_T, rows_M)
-        ctx.settings = temperature, chunk, rows, dtype
+        ctx.save_for_backward(h_TD, weight_VD, labels_T)
+        ctx.settings, ctx.temperature, ctx.rows = settings, temperature, rows
         ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogp_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        h_TD, weight_VD, labels_T, rows_M = ctx.saved_tensors
-        temperature, chunk, rows, dtype = ctx.settings
+        (h_TD, weight_VD, _), temperature, rows = ctx.saved_tensors, ctx.temperature, ctx.rows
         with without_autocast(h_TD):
-            weight = weight_VD.to(dtype)
-            wants = bool(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[1])
-            gradients = _Gradients(h_TD, weight, dtype, wants)
-            for rows_R in _chunks(rows_M, chunk):
-                h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
-                logits_RV = wide_mm(h_RD, weight.T).div_(temperature)
+            chunks = _Chunks(*ctx.settings, *ctx.saved_tensors)
+            chunks.start(ctx.needs_input_grad)
+            for rows_R, h_RD, labels_R, logits_RV in chunks:
                 # Each token has its own upstream gradient, so the logits are computed again.
-                lse_R, _, _, kept_RV = rows.statistics(logits_RV, labels_R, False)
+                lse_R, _, _, kept_RV = rows.statistics(logits_RV.div_(temperature), labels_R, False)
                 slope_R = -dlogp_T[rows_R].to(lse_R.dtype) / temperature
-                dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, slope_R, dtype)
-                gradients.add(rows_R, dlogits_RV, h_RD, weight)
-        dweight_VD = gradients.dweight_VD
-        return (
-            gradients.dh_TD,
-            None if dweight_VD is None else dweight_VD.to(weight_VD.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+                dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, slope_R, chunks.dtype)
+                chunks.add(rows_R, dlogits_RV, h_RD)
+        dweight_VD = chunks.dweight_VD
+        if dweight_VD is not None:
+            dweight_VD = dweight_VD.to(weight_VD.dtype)
+        return chunks.dh_TD, dweight_VD, None, None, None, None
 
 
 def chunk_rows(chunk: int, h_TD: Tensor, vocabulary: int) -> int:

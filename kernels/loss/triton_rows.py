@@ -13,6 +13,8 @@ Legend: R rows of a chunk, V vocabulary, BV columns of a tile.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.loss import chunked_ce
-from earlyfusion.kernels.loss.chunked_ce import TORCH_ROWS, Rows, Statistics
+from earlyfusion.kernels.loss.chunked_ce import Rows, Statistics
 
 # A vocabulary of 163,840 takes forty turns.
 TILE = 4096
@@ -33,9 +35,8 @@ def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.const
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BV], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
-    for start in range(
-        0, V, BV
-    ):  # every lane keeps its own running softmax; they are joined once, at the end
+    # Every lane keeps its own running softmax; they are joined once, at the end.
+    for start in range(0, V, BV):
         col = start + tl.arange(0, BV)
         x = tl.load(logits_RV + row * V + col, mask=col < V, other=float("-inf"))
         # A lane that has seen only -inf must not subtract it from itself.
@@ -77,9 +78,6 @@ def _tile(vocabulary: int) -> int:
 
 
 def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statistics:
-    # float64 is for checking: the plain form.
-    if logits_RV.dtype != torch.float32:
-        return TORCH_ROWS.statistics(logits_RV, labels_R, with_mean)
     rows, vocabulary = logits_RV.shape
     lse_R, picked_R, mean_R = (logits_RV.new_empty(rows) for _ in range(3))
     with on_device(logits_RV):
@@ -100,8 +98,6 @@ def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statist
 def _gradient(
     kept_RV: Tensor, lse_R: Tensor, labels_R: Tensor, soft_R: Tensor, hot_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    if kept_RV.dtype != torch.float32:
-        return TORCH_ROWS.gradient(kept_RV, lse_R, labels_R, soft_R, hot_R, dtype)
     rows, vocabulary = kept_RV.shape
     # The narrower gradient lies over the first bytes of each row's logits.
     out_RV = kept_RV.view(dtype)[:, :vocabulary]
@@ -123,27 +119,5 @@ def _gradient(
 
 TRITON_ROWS = Rows(_statistics, _gradient)
 
-
-def linear_cross_entropy(
-    h_TD: Tensor,
-    weight_VD: Tensor,
-    labels_T: Tensor,
-    loss_weights_T: Tensor,
-    *,
-    chunk: int = 1024,
-) -> tuple[Tensor, Tensor]:
-    """The chunked loss with fused row kernels; see
-    :func:`earlyfusion.kernels.loss.chunked_ce.linear_cross_entropy`."""
-    return chunked_ce.linear_cross_entropy(
-        h_TD, weight_VD, labels_T, loss_weights_T, chunk=chunk, rows=TRITON_ROWS
-    )
-
-
-def token_log_probs(
-    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, chunk: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Per-token log-probabilities with fused row kernels; see
-    :func:`earlyfusion.kernels.loss.naive.token_log_probs`."""
-    return chunked_ce.token_log_probs(
-        h_TD, weight_VD, labels_T, temperature=temperature, chunk=chunk, rows=TRITON_ROWS
-    )
+linear_cross_entropy = partial(chunked_ce.linear_cross_entropy, rows=TRITON_ROWS)
+token_log_probs = partial(chunked_ce.token_log_probs, rows=TRITON_ROWS)
