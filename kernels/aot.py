@@ -104,7 +104,8 @@ def use_kda(
 def kda() -> Iterator[Use]:
     """Both gates for each head shape in bfloat16, whole documents and segments of them, few documents and
     many; the smaller chunks; one shape in float16, two in float32. One decode step."""
-    half, segmented = (128, 128, BF16), {"segment_chunks": 1}
+    half = (128, 128, BF16)
+    segmented: Any = {"segment_chunks": 1}
     for key_dim, value_dim in ((32, 32), (64, 64), (128, 128), (256, 256), (128, 256), (64, 128)):
         label, shape = f"bfloat16 K{key_dim} V{value_dim}", (key_dim, value_dim, BF16)
         for bound in (None, -5.0):
@@ -122,9 +123,9 @@ def kda() -> Iterator[Use]:
         rows = [torch.zeros(5, *shape, dtype=BF16) for shape in ((96 * dim,), (32, dim), (32,))]
         gate = torch.zeros(96 * dim, 4), torch.zeros(32), torch.zeros(32, dim)
         cache, slots = DecodeCache.new(64, 32, 32, dim, dim), torch.arange(5)
+        inputs: list[Any] = [*rows, *gate, cache, slots, slots]
         for bound in (None, -5.0):
-            step: Any = partial(decode, *rows, *gate, lower_bound=bound)
-            yield "kda_decode", f"K{dim} bound {bound}", partial(step, cache, slots, slots)
+            yield "kda_decode", f"K{dim} bound {bound}", partial(decode, *inputs, lower_bound=bound)
 
 
 def uses() -> Iterator[Use]:
@@ -133,10 +134,12 @@ def uses() -> Iterator[Use]:
     # Not a multiple of 16: what the launcher may assume of a length is the least.
     segments, tokens = Segments((200, 9)), 209
     for dtype in (BF16, FP32):
-        conv = leaf(tokens, 2304, dtype=dtype), leaf(2304, 4, dtype=FP32), segments
-        for taps in (None, leaf(2, 2304, 3, dtype=dtype)):
-            label = f"{dtype} {'without' if taps is None else 'with'} taps"
-            yield "short_conv", label, partial(use, "short_conv", *conv, initial_taps_NCW1=taps)
+        x, weight = leaf(tokens, 2304, dtype=dtype), leaf(2304, 4, dtype=FP32)
+        yield "short_conv", f"{dtype}", partial(use, "short_conv", x, weight, segments)
+        # Taps come in where nobody wants a gradient.
+        taps = {"initial_taps_NCW1": torch.zeros(2, 2304, 3, dtype=dtype)}
+        read = x.detach(), weight.detach(), segments
+        yield "short_conv", f"{dtype} with taps", partial(use, "short_conv", *read, **taps)
 
     # MLA of 192 and 128, also after earlier keys and with its largest logits; the towers' 72 and 128.
     for heads, width, value, causal in ((32, 192, 128, True), (16, 72, 72, False), (12, 128, 128, False)):

@@ -5,13 +5,11 @@ Kernels trust their pointers, so what could make one read outside its tensor is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-CHECKS = "EF_KERNEL_CHECKS"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton kernels read and write
 INTEGERS = (torch.int32, torch.int64)
 
@@ -81,18 +79,3 @@ def check_tensors(
             dense = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
         if not dense:
             raise ValueError(f"{op}: {name} has strides {tensor.stride()}; pass {name}.contiguous()")
-
-
-def checks_wanted(tensor: Tensor) -> bool:
-    """Look for NaN in arguments? Off CUDA always; on CUDA, where looking costs a host sync, with
-    EF_KERNEL_CHECKS=1."""
-    return tensor.device.type != "cuda" or os.environ.get(CHECKS, "0") == "1"
-
-
-def check_no_nan(op: str, **tensors: Tensor) -> None:
-    """ValueError naming the first tensor that holds a NaN; see :func:`checks_wanted` for when this looks."""
-    for name, tensor in tensors.items():
-        if checks_wanted(tensor) and bool(tensor.isnan().any()):
-            raise ValueError(
-                f"{op}: {name} holds NaN; find where it was made before the recurrence spreads it"
-            )

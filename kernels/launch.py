@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,16 +45,6 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one for a launch; nothing on a CPU (Triton's interpreter)."""
     # Triton launches on the current device, not on that of the tensors.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def require_triton(op: str) -> None:
-    """ImportError that says how to get triton, where it is not installed."""
-    # Looked up without importing: that takes a second.
-    if find_spec("triton") is None:
-        raise ImportError(
-            f"{op}: the triton backend needs triton, which is not installed; pip install"
-            " 'earlyfusion[triton]', or set EF_KERNELS=torch"
-        )
 
 
 def interpreted(kernel: Any) -> bool:

@@ -132,7 +132,7 @@ class MultiHeadLatentAttention(Fp32State):
         # Only training measures the largest logit.
         track = self.track_max_logit and self.training and torch.is_grad_enabled()
         o_THV, lse_TH = resolve("attention", q_THQ)(
-            q_THQ, k_THQ, v_THV, segments, causal=True, scale=self.scale, return_lse=track
+            q_THQ, k_THQ, v_THV, segments, causal=True, scale=self.scale
         )
         if track:
             with torch.no_grad():

@@ -12,7 +12,7 @@ Legend: T tokens, H query heads, G key heads, n = H / G, D key dim, C candidate 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
 
 import torch
 from torch import Tensor
@@ -21,23 +21,8 @@ from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, witho
 from earlyfusion.kernels.segments import Segments, check_packed
 
 # Too large a slack only costs some rows; too small a one would miss the maximum.
-SLACK = (
-    1e-2  # relative; covers the error of a kernel's log-sum-exp (7e-3 in torch's bfloat16 CPU flash kernel)
-)
+SLACK = 1e-2  # relative; covers a kernel's error: 7e-3 in torch's bfloat16 CPU flash kernel
 LOGITS_AT_ONCE = 1 << 22  # elements of the recomputed [H, C, L]
-
-
-@dataclass
-class GateCounts:
-    """How often the gate asked the device (one scalar comparison, the op's host sync) and how many rows it
-    redid."""
-
-    comparisons: int = 0
-    opened: int = 0
-    rows: int = 0
-
-
-COUNTS = GateCounts()
 
 
 def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -59,22 +44,6 @@ def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
     return floor_H - SLACK * (1 + floor_H.abs())
 
 
-def _candidate_rows(lse_TH: Tensor, segments: Segments, causal: bool) -> list[int]:
-    """Sorted packed indices of rows that may hold some head's maximum."""
-    return (lse_TH >= floors(lse_TH, segments, causal)).any(dim=1).nonzero()[:, 0].tolist()
-
-
-def _document_max(q_CHD: Tensor, k_LGD: Tensor, last_C: Tensor | None, scale: float) -> Tensor:
-    """Largest logit [H] of C query rows over L keys; ``last_C`` is the last visible key of every row."""
-    dtype = accumulate_dtype(q_CHD.dtype)
-    q_CGnD = q_CHD.to(dtype).unflatten(1, (k_LGD.shape[1], -1))
-    logits_HCL = torch.einsum("cgnd,lgd->gncl", q_CGnD, k_LGD.to(dtype)).flatten(0, 1) * scale
-    if last_C is not None:
-        hidden_CL = torch.arange(k_LGD.shape[0], device=last_C.device) > last_C[:, None]
-        logits_HCL = logits_HCL.masked_fill(hidden_CL, float("-inf"))
-    return logits_HCL.flatten(1).amax(dim=1)
-
-
 @torch.no_grad()
 def max_logit(
     q_THD: Tensor,
@@ -89,9 +58,8 @@ def max_logit(
     """Largest scaled logit over visible pairs, float32 [H], exact whenever some head could exceed ``tau``.
 
     Args:
-        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` with ``return_lse``. Rows set to
-        -inf are
-            left out of the maximum (filler).
+        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` . Rows set to -inf are left out
+            of the maximum (filler).
         tau: the clipping threshold.
     Returns:
         If no head's largest log-sum-exp exceeds tau: that log-sum-exp, an upper bound of S_h that is <= tau.
@@ -99,34 +67,34 @@ def max_logit(
     Raises:
         ValueError: the row does not match ``segments``.
 
-    One host sync (the comparison with tau, counted in ``COUNTS``); a second one for the row list only when it
+    One host sync (the comparison with tau); a second one for the row list only when it
     opens.
     """
     check_packed("max_logit", q_THD, segments)
     if segments.total == 0:
         return torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
     bound_H = lse_TH.amax(dim=0)
-    COUNTS.comparisons += 1
     # The one look at the device; mostly it ends here.
     if not bool((bound_H > tau).any()):
         return bound_H.float()
-    rows = _candidate_rows(lse_TH, segments, causal)
-    COUNTS.opened += 1
-    COUNTS.rows += len(rows)
+    rows = (lse_TH >= floors(lse_TH, segments, causal)).any(dim=1).nonzero()[:, 0].tolist()
     dtype = compute_dtype(q_THD, k_TGD)  # the operands attention multiplied, under autocast too
-    q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)
+    wide = accumulate_dtype(dtype)
+    q_TGnD = q_THD.to(dtype).unflatten(1, (k_TGD.shape[1], -1))
     # Only rows that can hold a maximum are multiplied again, document by document.
     best_H = torch.full_like(bound_H, float("-inf"))
     # Long rows in pieces: the logits of all candidates could be large.
-    step, cursor = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length)), 0
+    step = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length))
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
-            first = cursor
-            while cursor < len(rows) and rows[cursor] < start + length:
-                cursor += 1
-            for low in range(first, cursor, step):
-                index_C = torch.tensor(rows[low : min(low + step, cursor)], device=q_THD.device)
-                last_C = index_C - start if causal else None
-                found_H = _document_max(q_THD[index_C], k_TGD[start : start + length], last_C, scale)
+            k_LGD = k_TGD[start : start + length].to(dtype).to(wide)
+            mine = rows[bisect_left(rows, start) : bisect_left(rows, start + length)]
+            for low in range(0, len(mine), step):
+                index_C = torch.tensor(mine[low : low + step], device=q_THD.device)
+                logits_GnCL = torch.einsum("cgnd,lgd->gncl", q_TGnD[index_C].to(wide), k_LGD) * scale
+                if causal:
+                    hidden_CL = torch.arange(length, device=q_THD.device) > (index_C - start)[:, None]
+                    logits_GnCL = logits_GnCL.masked_fill(hidden_CL, float("-inf"))
+                found_H = logits_GnCL.flatten(2).amax(dim=2).flatten()
                 best_H = torch.maximum(best_H, found_H.to(best_H.dtype))
     return best_H.float()

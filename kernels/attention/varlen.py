@@ -31,9 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.attention import cpu_flash
 from earlyfusion.kernels.attention.buckets import Bucket, buckets
-from earlyfusion.kernels.attention.checks import check_attention
+from earlyfusion.kernels.attention.naive import check_attention
 from earlyfusion.kernels.precision import (
     accumulate_dtype,
     compute_dtype,
@@ -51,9 +50,9 @@ except ImportError:  # builds of torch without it still have the buckets
 # Measured on one core; larger tiles fall out of its second-level cache and take longer.
 TILE_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MB, about a core's cache
 CPU_HALF_MULTIPLE = 64  # see _multiple
-CAUSAL_ROWS = (
-    128  # query rows of a causal tile: fewer skip more of the hidden half, more make larger products
-)
+# Query rows of a causal tile: fewer skip more of the hidden half, more make larger products.
+CAUSAL_ROWS = 128
+FLASH_LENGTH = 1024  # padded length from which torch's flash kernel beats these products in half precision
 
 
 def _multiple(q_THD: Tensor) -> int:
@@ -73,82 +72,68 @@ class _Tile(NamedTuple):
     documents: slice
     rows: slice
     keys: slice
+    groups: int
+
+    def cut(self, x_BLHD: Tensor, part: slice) -> Tensor:
+        """The tile's part of [B, L, H, D] as [B * G, n * R, D]."""
+        # Heads that share keys become rows of one product.
+        x = x_BLHD[self.documents, part].unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
+        return x.reshape(x.shape[0] * self.groups, -1, x.shape[-1])
+
+    def back(self, x: Tensor, part: slice) -> Tensor:
+        """[B * G, n * R, D] -> [B, R, H, D]."""
+        x = x.view(
+            -1, self.groups, x.shape[1] // (part.stop - part.start), part.stop - part.start, x.shape[2]
+        )
+        return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _tiles(bucket: Bucket, heads: int, causal: bool) -> Iterator[_Tile]:
+def _tiles(
+    bucket: Bucket, q_BLHD: Tensor, k_BLGD: Tensor, causal: bool, scale: float
+) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
+    """Tiles of a bucket with their queries, keys and logits [B * G, n * R, M]."""
+    (documents, length, heads), groups = q_BLHD.shape[:3], k_BLGD.shape[2]
+    wide = accumulate_dtype(q_BLHD.dtype)
     # Rows of a tile shrink with the number of keys, so that its logits stay in the cache.
-    most_rows = max(1, TILE_ELEMENTS // (heads * bucket.length))
-    step = min(bucket.length, most_rows, CAUSAL_ROWS if causal else bucket.length)
+    step = min(length, max(1, TILE_ELEMENTS // (heads * length)), CAUSAL_ROWS if causal else length)
     # Short documents share a tile, or every product would be tiny.
-    most_documents = max(1, TILE_ELEMENTS // (heads * bucket.length * step))
+    most = max(1, TILE_ELEMENTS // (heads * length * step))
+    # A tile's last keys are its own rows: the triangle is the same for all tiles.
+    triangle_RR = torch.full((step, step), float("-inf"), dtype=wide, device=q_BLHD.device).triu_(1)
+    bias_BL = None if causal else bucket.key_bias(wide)
+
     first = 0
-    while first < bucket.documents:  # in powers of two: few distinct shapes, as for the lengths
-        batch = 1 << (min(most_documents, bucket.documents - first).bit_length() - 1)
-        for low in range(0, bucket.length, step):
-            high = min(low + step, bucket.length)
-            yield _Tile(
-                slice(first, first + batch), slice(low, high), slice(0, high if causal else bucket.length)
-            )
+    while first < documents:  # in powers of two: few distinct shapes, as for the lengths
+        batch = 1 << (min(most, documents - first).bit_length() - 1)
+        for low in range(0, length, step):
+            high = min(low + step, length)
+            keys = slice(0, high if causal else length)
+            tile = _Tile(slice(first, first + batch), slice(low, high), keys, groups)
+            q, k = tile.cut(q_BLHD, tile.rows), tile.cut(k_BLGD, keys)
+            logits = wide_bmm(q, k.transpose(1, 2), scale)
+            if causal:
+                # Only the tile's own rows stand on the diagonal; earlier keys are all visible.
+                rows = high - low
+                logits.unflatten(1, (-1, rows))[..., tile.rows] += triangle_RR[:rows, :rows]
+            elif bias_BL is not None:
+                logits += bias_BL[tile.documents].repeat_interleave(groups, dim=0)[:, None]
+            yield tile, q, k, logits
         first += batch
-
-
-def _group(x_BRHD: Tensor, groups: int) -> Tensor:
-    """[B, R, H, D] -> [B * G, n * R, D]: the query heads of a group stacked along the rows."""
-    batch, rows, heads, width = x_BRHD.shape
-    # Heads that share keys become rows of one product.
-    x = x_BRHD.view(batch, rows, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
-    return x.reshape(batch * groups, (heads // groups) * rows, width)
-
-
-def _ungroup(x: Tensor, batch: int, groups: int, rows: int) -> Tensor:
-    """[B * G, n * R, D] -> [B, R, H, D]."""
-    return x.view(batch, groups, -1, rows, x.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-class _Masks:
-    """What is added to the logits of a bucket's tiles: -inf above the diagonal, or at padded keys."""
-
-    def __init__(self, bucket: Bucket, groups: int, causal: bool, dtype: torch.dtype) -> None:
-        self.groups, self.triangle_RR, self.bias_BL = groups, None, None
-        if causal:
-            # A tile's last keys are its own rows: the triangle is the same for all tiles.
-            side = min(CAUSAL_ROWS, bucket.length)
-            square_RR = torch.full((side, side), float("-inf"), dtype=dtype, device=bucket.lengths_B.device)
-            self.triangle_RR = square_RR.triu_(1)
-        else:
-            self.bias_BL = bucket.key_bias(dtype)
-
-    def add_(self, logits: Tensor, tile: _Tile) -> None:
-        """In place on [B * G, n * R, M]."""
-        if self.triangle_RR is not None:
-            # Only the tile's own rows stand on the diagonal; earlier keys are all visible.
-            rows = tile.rows.stop - tile.rows.start
-            logits.unflatten(1, (-1, rows))[..., tile.rows] += self.triangle_RR[:rows, :rows]
-        elif self.bias_BL is not None:
-            logits += self.bias_BL[tile.documents].repeat_interleave(self.groups, dim=0)[:, None]
 
 
 def _forward_bucket(
     bucket: Bucket, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Padded output [B, L, H, V] and log-sum-exp [B, L, H]."""
-    heads, groups = q_THD.shape[1], k_TGD.shape[1]
     q_BLHD, k_BLGD, v_BLGV = (bucket.pad(x) for x in (q_THD, k_TGD, v_TGV))
-    wide = accumulate_dtype(q_THD.dtype)
-    masks = _Masks(bucket, groups, causal, wide)
     o_BLHV = q_THD.new_empty(*q_BLHD.shape[:3], v_TGV.shape[-1])
-    lse_BLH = q_THD.new_empty(q_BLHD.shape[:3], dtype=wide)
-    for tile in _tiles(bucket, heads, causal):
-        documents, rows, keys = tile
-        shape = documents.stop - documents.start, groups, rows.stop - rows.start
-        q = _group(q_BLHD[documents, rows], groups)
-        k, v = _group(k_BLGD[documents, keys], groups), _group(v_BLGV[documents, keys], groups)
-        logits = wide_bmm(q, k.transpose(1, 2), scale)
-        masks.add_(logits, tile)
+    lse_BLH = q_THD.new_empty(q_BLHD.shape[:3], dtype=accumulate_dtype(q_THD.dtype))
+    for tile, _, _, logits in _tiles(bucket, q_BLHD, k_BLGD, causal, scale):
+        v = tile.cut(v_BLGV, tile.keys)
         # The log-sum-exp costs next to nothing here and saves the backward a pass.
         p, lse = softmax_with_lse(logits)
-        o_BLHV[documents, rows] = _ungroup(torch.bmm(p.to(v.dtype), v), *shape)
-        lse_BLH[documents, rows] = _ungroup(lse[..., None], *shape)[..., 0]
+        o_BLHV[tile.documents, tile.rows] = tile.back(torch.bmm(p.to(v.dtype), v), tile.rows)
+        lse_BLH[tile.documents, tile.rows] = tile.back(lse[..., None], tile.rows)[..., 0]
     return o_BLHV, lse_BLH
 
 
@@ -157,33 +142,79 @@ def _backward_bucket(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Padded gradients of q [B, L, H, D] in its dtype, of k and v summed over tiles in accumulation
     precision."""
-    q_THD, k_TGD, v_TGV = saved[:3]
-    heads, groups = q_THD.shape[1], k_TGD.shape[1]
-    q_BLHD, k_BLGD, v_BLGV, do_BLHV = (bucket.pad(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
-    dtype, wide = q_THD.dtype, accumulate_dtype(q_THD.dtype)
-    masks = _Masks(bucket, groups, causal, wide)
+    q_BLHD, k_BLGD, v_BLGV, do_BLHV = (bucket.pad(x) for x in (*saved[:3], do_THV))
+    dtype, wide = q_BLHD.dtype, accumulate_dtype(q_BLHD.dtype)
     dq_BLHD = torch.empty_like(q_BLHD)
     # Keys are met by several tiles: their gradients are summed in full precision.
     dk_BLGD, dv_BLGV = torch.zeros_like(k_BLGD, dtype=wide), torch.zeros_like(v_BLGV, dtype=wide)
-    for tile in _tiles(bucket, heads, causal):
-        documents, rows, keys = tile
-        batch, length = documents.stop - documents.start, rows.stop - rows.start
-        q, do = _group(q_BLHD[documents, rows], groups), _group(do_BLHV[documents, rows], groups)
-        k, v = _group(k_BLGD[documents, keys], groups), _group(v_BLGV[documents, keys], groups)
-        logits = wide_bmm(q, k.transpose(1, 2), scale)
-        masks.add_(logits, tile)
+    for tile, q, k, logits in _tiles(bucket, q_BLHD, k_BLGD, causal, scale):
+        documents, rows, keys, _ = tile
+        do, v = tile.cut(do_BLHV, rows), tile.cut(v_BLGV, keys)
         # Recomputed: P of all tiles would be the memory that flash attention saves.
         p = torch.softmax(logits, dim=-1)
-        dp = wide_bmm(
-            do, v.transpose(1, 2), scale
-        )  # the scale of the logits, applied here once for dq and dk
+        # The scale of the logits is applied here, once for dq and dk.
+        dp = wide_bmm(do, v.transpose(1, 2), scale)
         ds = torch._softmax_backward_data(dp, p, -1, wide).to(dtype)
-        dq_BLHD[documents, rows] = _ungroup(torch.bmm(ds, k), batch, groups, length)
-        dk_BLGD[documents, keys] += _ungroup(torch.bmm(ds.transpose(1, 2), q), batch, groups, keys.stop)
-        dv_BLGV[documents, keys] += _ungroup(
-            torch.bmm(p.to(dtype).transpose(1, 2), do), batch, groups, keys.stop
-        )
+        dq_BLHD[documents, rows] = tile.back(torch.bmm(ds, k), rows)
+        dk_BLGD[documents, keys] += tile.back(torch.bmm(ds.transpose(1, 2), q), keys)
+        dv_BLGV[documents, keys] += tile.back(torch.bmm(p.to(dtype).transpose(1, 2), do), keys)
     return dq_BLHD, dk_BLGD, dv_BLGV
+
+
+# ---- torch's CPU flash kernel: quickest in float32 and for long documents ----
+
+# It wants one head dim for q, k and v, and as many key heads as query heads in its backward pass; both are
+# arranged by zero-filling and by repeating, whose gradients are a cut and a sum.
+
+
+def suits_flash(bucket: Bucket, q_THD: Tensor) -> bool:
+    """Whether this kernel is the quicker way for the bucket; False off the CPU."""
+    if q_THD.device.type != "cpu":
+        return False
+    return q_THD.dtype in (torch.float32, torch.float64) or bucket.length >= FLASH_LENGTH
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """Zero channels up to the widest: they change neither logits nor sums, and are cut off again."""
+    width = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+
+
+def _flash_operands(bucket: Bucket, causal: bool, *packed: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """[B, heads, L, dim] views of the padded tensors, filled up to one dim, and the additive key mask."""
+    padded = _widened(*map(bucket.pad, packed))
+    bias_BL = None if causal else bucket.key_bias(packed[0].dtype)
+    return [y.transpose(1, 2) for y in padded], None if bias_BL is None else bias_BL[:, None, None, :]
+
+
+def _flash_forward(
+    bucket: Bucket, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Padded output [B, L, H, V] and log-sum-exp [B, L, H]."""
+    (q, k, v), mask = _flash_operands(bucket, causal, q_THD, k_TGD, v_TGV)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return o.transpose(1, 2)[..., : v_TGV.shape[-1]], lse.transpose(1, 2)
+
+
+def _flash_backward(
+    bucket: Bucket, saved: tuple[Tensor, ...], do_THV: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded gradients [B, L, heads, dim] of q, k, v; ``saved`` is (q, k, v, o, lse)."""
+    q_THD, k_TGD, v_TGV, o_THV, lse_TH = saved
+    # The backward of that kernel knows no shared keys: they are repeated and their gradients summed.
+    repeats = q_THD.shape[1] // k_TGD.shape[1]
+    k_THD, v_THV = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k_TGD, v_TGV))
+    (q, k, v, o, do), mask = _flash_operands(bucket, causal, q_THD, k_THD, v_THV, o_THV, do_THV)
+    lse = bucket.pad(lse_TH).transpose(1, 2)
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    if repeats > 1:
+        dk, dv = (x.unflatten(2, (-1, repeats)).sum(dim=3) for x in (dk, dv))
+    return dq[..., : q_THD.shape[-1]], dk[..., : k_TGD.shape[-1]], dv[..., : v_TGV.shape[-1]]
 
 
 class _BucketedAttention(torch.autograd.Function):
@@ -196,7 +227,7 @@ class _BucketedAttention(torch.autograd.Function):
         lse_TH = q_THD.new_empty(tokens, heads, dtype=accumulate_dtype(q_THD.dtype))
         with without_autocast(q_THD):
             for bucket in buckets(segments, q_THD.device, _multiple(q_THD)):
-                run = cpu_flash.forward_bucket if cpu_flash.suits(bucket, q_THD) else _forward_bucket
+                run = _flash_forward if suits_flash(bucket, q_THD) else _forward_bucket
                 o_BLHV, lse_BLH = run(bucket, q_THD, k_TGD, v_TGV, causal, scale)
                 bucket.unpad_into(o_THV, o_BLHV)
                 bucket.unpad_into(lse_TH, lse_BLH)
@@ -214,7 +245,7 @@ class _BucketedAttention(torch.autograd.Function):
         with without_autocast(do_THV):
             for bucket in buckets(segments, do_THV.device, _multiple(saved[0])):
                 # Chosen as in the forward, from what was saved.
-                run = cpu_flash.backward_bucket if cpu_flash.suits(bucket, saved[0]) else _backward_bucket
+                run = _flash_backward if suits_flash(bucket, saved[0]) else _backward_bucket
                 for gradient, padded in zip(gradients, run(bucket, saved, do_THV, causal, scale)):
                     bucket.unpad_into(gradient, padded)
         return *gradients, None, None, None
@@ -238,24 +269,19 @@ def _varlen_attention(
     assert _varlen is not None
     # Asked of the installed torch instead of its version.
     accepted = inspect.signature(_varlen.varlen_attn).parameters
-    # torch's kernel wants one dim for q, k and v.
-    width, value_dim = max(q_THD.shape[-1], v_TGV.shape[-1]), v_TGV.shape[-1]
-    q, k, v = (
-        F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_THD, k_TGD, v_TGV)
-    )
-    options: dict[str, Any] = {"scale": scale, "return_aux": _varlen.AuxRequest(lse=True)}
-    # the way to ask for a causal mask and for grouped heads changed between torch releases
-    options |= (
-        {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted else {"is_causal": causal}
-    )
+    # torch's kernel wants one dim for q, k and v, and here one key head for each query head.
+    q, k, v = _widened(q_THD, k_TGD, v_TGV)
     repeats = q.shape[1] // k.shape[1]
-    if repeats > 1 and "enable_gqa" in accepted:
-        options["enable_gqa"] = True
-    elif repeats > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    options: dict[str, Any] = {"is_causal": causal}
+    # The way to ask for a causal mask changed between torch releases.
+    if "window_size" in accepted:
+        options = {"window_size": (-1, 0 if causal else -1)}
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    options |= {"scale": scale, "return_aux": _varlen.AuxRequest(lse=True)}
     cu, longest = segments.cu_seqlens(q.device), segments.max_length
     o_THV, lse = _varlen.varlen_attn(q, k, v, cu, cu, longest, longest, **options)
-    return o_THV[..., :value_dim], lse.detach().T  # the kernel's own layout is [H, T]
+    return o_THV[..., : v_TGV.shape[-1]], lse.detach().T  # the kernel's own layout is [H, T]
 
 
 def attention(
@@ -266,16 +292,14 @@ def attention(
     *,
     causal: bool,
     scale: float,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Softmax attention, documents isolated from each other; differentiable in q, k and v.
 
     Any head dims, H a multiple of G, V may differ from D. Under autocast the products run in its dtype.
 
     Returns:
-        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and,
-        if ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs),
-        detached.
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and
+        the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
     """
@@ -283,7 +307,5 @@ def attention(
     dtype = compute_dtype(q_THD, k_TGD, v_TGV)
     q_THD, k_TGD, v_TGV = q_THD.to(dtype), k_TGD.to(dtype), v_TGV.to(dtype)
     if varlen_available(q_THD, v_TGV):
-        o_THV, lse_TH = _varlen_attention(q_THD, k_TGD, v_TGV, segments, causal, scale)
-    else:
-        o_THV, lse_TH = _BucketedAttention.apply(q_THD, k_TGD, v_TGV, segments, causal, scale)
-    return o_THV, lse_TH if return_lse else None
+        return _varlen_attention(q_THD, k_TGD, v_TGV, segments, causal, scale)
+    return _BucketedAttention.apply(q_THD, k_TGD, v_TGV, segments, causal, scale)

@@ -44,8 +44,8 @@ MOST_SOURCES = 128  # the backward takes three pointers each, and a kernel's arg
 
 @triton.jit
 def dot_parts(a, b, PARTS: constexpr):
-    """a @ b for float32 ``a`` and stored ``b``: exact products on tensor cores, ``a`` in PARTS 16-bit
-    parts."""
+    """a @ b for ``a`` in float32, or as stored, and stored ``b``: exact products on tensor cores, ``a`` in PARTS
+    16-bit parts."""
     if b.dtype == tl.float32:
         out = tl.dot(a, b, input_precision="tf32x3")
     else:
@@ -56,16 +56,6 @@ def dot_parts(a, b, PARTS: constexpr):
             a -= part.to(tl.float32)
             part = a.to(b.dtype)
             out = tl.dot(part, b, out)
-    return out
-
-
-@triton.jit
-def dot_stored(a, b):
-    """a @ b for two stored operands."""
-    if b.dtype == tl.float32:
-        out = tl.dot(a, b, input_precision="tf32x3")
-    else:
-        out = tl.dot(a, b)
     return out
 
 
@@ -169,7 +159,7 @@ def phase1_backward(
     for d in range(0, S.D, S.BD):
         col = d + tl.arange(0, S.BD)
         v, x = load_columns(v_R, ok_R, col, S.D), load_columns(x_M, ok_M, col, S.D)
-        dp_MR += dot_stored(x, tl.trans(v))
+        dp_MR += dot_parts(x, tl.trans(v), 1)
 
     own_MR = (t_M[:, None] == t_R[None, :]) & ok_M[:, None] & ok_R[None, :]
     at_MR = (t_R * S.N + i_R)[None, :] * S.S + s_M[:, None]

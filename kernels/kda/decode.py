@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import INTEGERS, check_no_nan, check_shapes, check_tensors
+from earlyfusion.kernels.checks import INTEGERS, check_shapes, check_tensors
 from earlyfusion.kernels.dispatch import load
 from earlyfusion.kernels.kda.gate import check_lower_bound
-from earlyfusion.kernels.launch import on_device, power_of_two, require_triton
+from earlyfusion.kernels.launch import on_device, power_of_two
 
 MAX_DIM = 256
 
@@ -64,35 +64,6 @@ class DecodeCache:
                 self.x_SRC[slot, (length - back) % rows] = taps_NCW1[n, :, taps - back].to(self.x_SRC.dtype)
 
 
-def _check(cache: DecodeCache, **tensors: Tensor) -> int:
-    """Everything the kernel takes for granted; returns H, the number of query/key heads."""
-    state, ring = cache.state_SGVK, cache.x_SRC
-    # The cache first: its sizes are the layer's.
-    sizes = check_shapes("decode", cache_state_SGVK=state, cache_x_SRC=ring, **tensors)
-    for name in "KV":
-        if not 1 <= sizes[name] <= MAX_DIM:
-            raise ValueError(
-                f"decode: {name} is {sizes[name]}; expected 1 to {MAX_DIM} (EF_KERNELS=torch: any)"
-            )
-    values = sizes["G"] * sizes["V"]
-    # The number of query heads is nowhere given: it is what the channels leave for q and k.
-    heads, rest = divmod(sizes["C"] - values, 2 * sizes["K"])
-    if rest or heads < 1 or sizes["G"] % heads:
-        raise ValueError(
-            f"decode: x_BC has {sizes['C']} channels; expected 2 H K + G V with G V = {values},"
-            f" K = {sizes['K']} and H a divisor of {sizes['G']}"
-        )
-    # A program may write the new row while another still reads the oldest.
-    if sizes["R"] < sizes["W"]:
-        raise ValueError(f"decode: the cache has {sizes['R']} ring rows; expected at least W = {sizes['W']}")
-
-    index = {name: tensors.pop(name) for name in ("slots_B", "position_B")}
-    check_tensors("decode", state, cache_x=ring, **tensors)
-    check_tensors("decode", state, INTEGERS, **index)
-    check_no_nan("decode", **{name: tensors[name] for name in ("f_BGK", "b_BG", "A_log_G", "dt_bias_GK")})
-    return heads
-
-
 @torch.no_grad()
 def decode(
     x_BC: Tensor,
@@ -117,58 +88,69 @@ def decode(
         position_B: tokens each slot holds, the position of the new token.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or stride, NaN, or too small a ring, naming the argument.
+        ValueError: a wrong shape, dtype, device or stride, or too small a ring, naming the argument.
     """
     # Found by its path: the engine imports this file also where triton is missing.
-    require_triton("decode")
     kernel: Any = load("earlyfusion.kernels.kda.triton.decode:decode")
 
-    heads = _check(
-        cache,
-        x_BC=x_BC,
-        f_BGK=f_BGK,
-        b_BG=b_BG,
-        weight_CW=weight_CW,
-        A_log_G=A_log_G,
-        dt_bias_GK=dt_bias_GK,
-        slots_B=slots_B,
-        position_B=position_B,
-    )
+    # The cache first: its sizes are the layer's.
+    state, ring = cache.state_SGVK, cache.x_SRC
+    tensors = {
+        "f_BGK": f_BGK,
+        "b_BG": b_BG,
+        "weight_CW": weight_CW,
+        "A_log_G": A_log_G,
+        "dt_bias_GK": dt_bias_GK,
+    }
+    index = {"slots_B": slots_B, "position_B": position_B}
+    given = {"cache_state_SGVK": state, "cache_x_SRC": ring, "x_BC": x_BC, **tensors}
+    sizes = check_shapes("decode", **given, **index)
+    check_tensors("decode", state, **given)
+    check_tensors("decode", state, INTEGERS, **index)
     check_lower_bound(lower_bound)
-    slots, groups, value_dim, key_dim = cache.state_SGVK.shape
-    batch, channels = x_BC.shape
-    o_BGV = torch.empty(batch, groups, value_dim, dtype=x_BC.dtype, device=x_BC.device)
-    if batch == 0:
-        return o_BGV
-    # Wider keys leave fewer registers for rows.
-    block = min(power_of_two(value_dim), 16 if key_dim > 128 else 32)  # value rows of the state per program
-    with on_device(x_BC):
-        kernel[(-(-value_dim // block), batch, groups)](
-            x_BC,
-            f_BGK,
-            b_BG,
-            weight_CW,
-            A_log_G,
-            dt_bias_GK,
-            cache.state_SGVK,
-            cache.x_SRC,
-            slots_B,
-            position_B,
-            o_BGV,
-            key_dim**-0.5,
-            lower_bound or 0.0,
-            slots,
-            cache.x_SRC.shape[1],
-            channels,
-            heads,
-            groups,
-            GROUP=groups // heads,
-            K=key_dim,
-            V=value_dim,
-            KP=power_of_two(key_dim),
-            BV=block,
-            W=weight_CW.shape[1],
-            BOUNDED=lower_bound is not None,
-            num_warps=4,
+    for name in "KV":
+        if not 1 <= sizes[name] <= MAX_DIM:
+            raise ValueError(
+                f"decode: {name} is {sizes[name]}; expected 1 to {MAX_DIM} (EF_KERNELS=torch: any)"
+            )
+    # The number of query heads is nowhere given: it is what the channels leave for q and k.
+    slots, groups, value_dim, key_dim = state.shape
+    heads, rest = divmod(sizes["C"] - groups * value_dim, 2 * key_dim)
+    if rest or heads < 1 or groups % heads:
+        raise ValueError(
+            f"decode: x_BC has {sizes['C']} channels; expected 2 H K + G V with G V = {groups * value_dim},"
+            f" K = {key_dim} and H a divisor of {groups}"
         )
+    # A program may write the new row while another still reads the oldest.
+    rows, width = sizes["R"], sizes["W"]
+    if rows < width:
+        raise ValueError(f"decode: the cache has {rows} ring rows; expected at least W = {width}")
+
+    batch = sizes["B"]
+    o_BGV = torch.empty(batch, groups, value_dim, dtype=x_BC.dtype, device=x_BC.device)
+    # Value rows of the state per program; wider keys leave fewer registers for them.
+    block = min(power_of_two(value_dim), 16 if key_dim > 128 else 32)
+    if batch:
+        with on_device(x_BC):
+            kernel[(-(-value_dim // block), batch, groups)](
+                x_BC,
+                *tensors.values(),
+                state,
+                ring,
+                *index.values(),
+                o_BGV,
+                key_dim**-0.5,
+                lower_bound or 0.0,
+                slots,
+                rows,
+                groups,
+                GROUP=groups // heads,
+                K=key_dim,
+                V=value_dim,
+                KP=power_of_two(key_dim),
+                BV=block,
+                W=width,
+                BOUNDED=lower_bound is not None,
+                num_warps=4,
+            )
     return o_BGV

@@ -17,6 +17,7 @@ width, C = 2F.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def _row_multiple(rows: int, experts: int, dtype: torch.dtype, device: torch.dev
     return min(CPU_ROW_MULTIPLE, 1 << max(3, (rows // (4 * experts)).bit_length()))
 
 
+def sort_by_expert(ids_R: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(pair of every sorted row, its inverse, rows of every expert); nothing leaves the device."""
+    # Stable: inside an expert rows keep the order of their tokens, whatever the number of threads.
+    order_R = ids_R.argsort(stable=True)
+    slot_R = torch.empty_like(order_R).index_copy_(0, order_R, torch.arange(len(ids_R), device=ids_R.device))
+    counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_R.device)
+    return order_R, slot_R, counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
+
+
 class _Groups:
     """Rows sorted by expert, and products over the contiguous rows of each expert.
 
@@ -63,42 +73,36 @@ class _Groups:
             and dtype == torch.bfloat16
             and all(width % 8 == 0 for width in widths)
         )
-        # Stable: inside an expert rows keep the order of their tokens, whatever the number of threads.
-        order_R = ids_R.argsort(stable=True)
-        # Row of every sorted pair; filling rows come in between.
-        place_R = torch.arange(ids_R.shape[0], device=device)
-        counts_E = torch.zeros(experts, dtype=torch.int64, device=device)
-        counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
-        multiple = _row_multiple(ids_R.shape[0], experts, dtype, device)
+        self.pair_P, self.slot_R, counts_E = sort_by_expert(ids_R, experts)
         self.real_P: Tensor | None = None
-        if multiple == 1:
-            self.pair_P = order_R
-        else:
+        multiple = _row_multiple(ids_R.shape[0], experts, dtype, device)
+        if multiple > 1:
             # Filling rows repeat pair 0 with weight 0: they cost a product's rows and change nothing.
             filled_E = (counts_E + multiple - 1) // multiple * multiple
-            shift_E = (filled_E - counts_E).cumsum(0) - (filled_E - counts_E)
-            place_R = place_R + shift_E[ids_R[order_R]]
-            total = int(filled_E.sum())
-            self.pair_P = order_R.new_zeros(total).index_copy_(0, place_R, order_R)
-            self.real_P = torch.zeros(total, dtype=torch.bool, device=device).index_fill_(0, place_R, True)
+            self.slot_R += ((filled_E - counts_E).cumsum(0) - (filled_E - counts_E))[ids_R]
+            total, pairs_R = int(filled_E.sum()), torch.arange(len(ids_R), device=device)
+            self.pair_P = pairs_R.new_zeros(total).index_copy_(0, self.slot_R, pairs_R)
+            self.real_P = torch.zeros(total, dtype=torch.bool, device=device)
+            self.real_P.index_fill_(0, self.slot_R, True)
             counts_E = filled_E
-        self.slot_R = torch.empty_like(order_R).index_copy_(0, order_R, place_R)
         self.ends_E = counts_E.cumsum(0).to(torch.int32)
         # The one look at the loads: free on a CPU.
+        self.slices: list[tuple[int, slice]] = []
         if not self.fused:
             ends = [0, *self.ends_E.tolist()]
-            self.slices = [
-                (e, slice(*ends[e : e + 2])) for e in range(len(ends) - 1) if ends[e] < ends[e + 1]
-            ]
+            for expert, (start, stop) in enumerate(pairwise(ends)):
+                if start < stop:
+                    self.slices.append((expert, slice(start, stop)))
 
     def weights(self, weights_TJ: Tensor, dtype: torch.dtype) -> Tensor:
         """Router weight of every row [P, 1]."""
-        weight_P = (
-            weights_TJ.flatten().to(dtype)[self.pair_P]
-            if weights_TJ.numel()
-            else weights_TJ.flatten().to(dtype)
-        )
-        return (weight_P if self.real_P is None else weight_P * self.real_P)[:, None]
+        weight_P = weights_TJ.flatten().to(dtype)
+        # A row of no tokens has nothing that filling rows could repeat.
+        if weights_TJ.numel():
+            weight_P = weight_P[self.pair_P]
+        if self.real_P is not None:
+            weight_P = weight_P * self.real_P
+        return weight_P[:, None]
 
     def rows_by_weight(self, rows_PA: Tensor, weight_EBA: Tensor) -> Tensor:
         """[P, B]: every row times the transposed [B, A] weight of its expert."""

@@ -56,17 +56,11 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def tile_rows(plan, BM: constexpr):
-    """(expert, rows, which of them are the tile's) of this program's row tile."""
+def tile_of(plan):
+    """(expert, first row, last row + 1) of this program's row tile."""
     tile = tl.program_id(1)
-    row = tl.load(plan.tile_start + tile).to(tl.int64) + tl.arange(0, BM)
-    return tl.load(plan.tile_expert + tile).to(tl.int64), row, row < tl.load(plan.tile_stop + tile)
-
-
-@triton.jit
-def has_rows(plan):
-    tile = tl.program_id(1)
-    return tl.load(plan.tile_start + tile) < tl.load(plan.tile_stop + tile)
+    start, stop = tl.load(plan.tile_start + tile), tl.load(plan.tile_stop + tile)
+    return tl.load(plan.tile_expert + tile).to(tl.int64), start, stop
 
 
 @triton.jit
@@ -84,8 +78,10 @@ def gate_up_swiglu(
 ):
     """h [R, 2 F] and the weighted activation [R, F] of rows that are gathered from x [T, D]."""
     # The grid has room for the worst loads; programs without rows leave at once.
-    if has_rows(plan):
-        expert, row, ok_M = tile_rows(plan, BM)
+    expert, start, stop = tile_of(plan)
+    if start < stop:
+        row = start.to(tl.int64) + tl.arange(0, BM)
+        ok_M = row < stop
         col = tl.program_id(0) * BN + tl.arange(0, BN)
         ok_N = col < FW
         token = tl.load(plan.pair_R + row, mask=ok_M, other=0) // plan.choices
@@ -117,8 +113,8 @@ def grouped_product(
     weight_E,
     out_RB,
     stride_e,
-    stride_a,
     stride_b,
+    stride_a,
     A: constexpr,
     B: constexpr,
     GATHER: constexpr,
@@ -127,8 +123,10 @@ def grouped_product(
     BK: constexpr,
 ):
     """out[r, b] = sum_a rows[r or its token, a] weight[expert, a, b]."""
-    if has_rows(plan):
-        expert, row, ok_M = tile_rows(plan, BM)
+    expert, start, stop = tile_of(plan)
+    if start < stop:
+        row = start.to(tl.int64) + tl.arange(0, BM)
+        ok_M = row < stop
         col = tl.program_id(0) * BN + tl.arange(0, BN)
         ok_N = col < B
         source = row
@@ -223,12 +221,7 @@ def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     # Bad ids are computed like good ones: an assertion would be a sync.
     ids_R = ids_TJ.flatten()
     inside_R = (ids_R >= 0) & (ids_R < experts)
-    ids_R = ids_R.where(inside_R, 0)
-    order_R = ids_R.argsort(stable=True)
-    place_R = torch.arange(ids_R.shape[0], device=ids_R.device)
-    slot_R = torch.zeros_like(order_R).index_copy_(0, order_R, place_R)
-    counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_R.device)
-    counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
+    order_R, slot_R, counts_E = grouped.sort_by_expert(ids_R.where(inside_R, 0), experts)
     ends_E = counts_E.cumsum(0)
 
     # Tiles of about the mean load. Only the device knows how many each expert needs: the table has room for
@@ -258,6 +251,15 @@ def _tiles(width: int, depth: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BN": min(most, max(16, power_of_two(width))), "BK": min(most // 2, max(16, power_of_two(depth)))}
 
 
+def _launch(
+    kernel: Any, plan: Plan, columns: int, sizes: dict[str, int], *tensors: Any, **constants: Any
+) -> None:
+    """Over blocks of columns and the row tiles of a plan."""
+    grid = triton.cdiv(columns, sizes["BN"]), plan.tile_expert.shape[0]
+    warps = 8 if plan.rows_tile == 128 else 4
+    kernel[grid](*tensors, **constants, BM=plan.rows_tile, **sizes, num_warps=warps, num_stages=3)
+
+
 def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tensor:
     """[R, B]: rows [R or T, A] times the transposed [B, A] matrix of their expert (a view of any layout)."""
     _, width, depth = weight_EBA.shape
@@ -265,56 +267,28 @@ def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tens
     aligned = rows.dtype == torch.bfloat16 and width % 8 == 0 and depth % 8 == 0
     if rows.is_cuda and not gather and aligned and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, weight_EBA.transpose(1, 2), offs=plan.ends_E)
-    out_RB = rows.new_empty(plan.pair_R.shape[0], width)
-    sizes = _tiles(width, depth, rows.dtype)
-    stride_e, stride_b, stride_a = weight_EBA.stride()
-    grouped_product[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
-        rows,
-        plan,
-        weight_EBA,
-        out_RB,
-        stride_e,
-        stride_a,
-        stride_b,
-        A=depth,
-        B=width,
-        GATHER=gather,
-        BM=plan.rows_tile,
-        **sizes,
-        **_options(plan.rows_tile == 128),
-    )
+    out_RB, sizes = rows.new_empty(plan.pair_R.shape[0], width), _tiles(width, depth, rows.dtype)
+    tensors = rows, plan, weight_EBA, out_RB, *weight_EBA.stride()
+    _launch(grouped_product, plan, width, sizes, *tensors, A=depth, B=width, GATHER=gather)
     return out_RB
-
-
-def _options(large: bool) -> dict[str, int]:
-    return {"num_warps": 8 if large else 4, "num_stages": 3}
 
 
 def _outer(left: Tensor, right: Tensor, plan: Plan, gather_left: bool) -> Tensor:
     """[E, B, A]: left^T right over the rows of every expert; one of the two is indexed by token."""
     experts, width, depth = plan.ends_E.shape[0], left.shape[1], right.shape[1]
     out_EBA = left.new_empty(experts, width, depth)
-    wide, deep = _tiles(width, depth, left.dtype)["BN"], _tiles(depth, depth, left.dtype)["BN"]
+    wide, deep = (_tiles(size, size, left.dtype)["BN"] for size in (width, depth))
+    sizes = {"B": width, "A": depth, "GATHER_LEFT": gather_left, "BN": wide, "BA": deep, "BK": 32}
+    warps = 8 if wide * deep >= 128 * 128 else 4
     grouped_outer[(triton.cdiv(depth, deep), triton.cdiv(width, wide), experts)](
-        left,
-        right,
-        plan,
-        out_EBA,
-        B=width,
-        A=depth,
-        GATHER_LEFT=gather_left,
-        BN=wide,
-        BA=deep,
-        BK=32,
-        **_options(wide * deep >= 128 * 128),
+        left, right, plan, out_EBA, **sizes, num_warps=warps, num_stages=3
     )
     return out_EBA
 
 
 def _combine(rows_RD: Tensor, plan: Plan, tokens: int) -> Tensor:
     width = rows_RD.shape[1]
-    y_TD = rows_RD.new_empty(tokens, width)
-    tile = min(1024, power_of_two(width))
+    y_TD, tile = rows_RD.new_empty(tokens, width), min(1024, power_of_two(width))
     combine[(tokens, triton.cdiv(width, tile))](rows_RD, plan.slot_R, y_TD, J=plan.choices, D=width, BD=tile)
     return y_TD
 
@@ -334,18 +308,7 @@ class _Experts(torch.autograd.Function):
             sizes = _tiles(width, hidden, dtype)
             if dtype.itemsize == 2:
                 sizes["BN"] = min(64, sizes["BN"])  # two accumulators
-            gate_up_swiglu[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
-                x,
-                plan,
-                gate_up,
-                h_RC,
-                act_RF,
-                D=hidden,
-                FW=width,
-                BM=plan.rows_tile,
-                **sizes,
-                **_options(plan.rows_tile == 128),
-            )
+            _launch(gate_up_swiglu, plan, width, sizes, x, plan, gate_up, h_RC, act_RF, D=hidden, FW=width)
             y_TD = _combine(_product(act_RF, down, plan, gather=False), plan, x.shape[0])
         ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_RC)
         ctx.plan, ctx.dtype = plan, dtype
@@ -385,13 +348,13 @@ def moe_experts(
 ) -> Tensor:
     """Expert mixture y_TD, dropless; see :func:`earlyfusion.kernels.moe.naive.moe_experts`.
 
-    float64 and empty inputs go to the plain torch form.
+    Empty inputs go to the plain torch form.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together.
     """
     check_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-    if x_TD.dtype == torch.float64 or expert_ids_TJ.numel() == 0:
+    if expert_ids_TJ.numel() == 0:
         return grouped.moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
     floats = {"x_TD": x_TD, "weights_TJ": weights_TJ, "gate_up_ECD": gate_up_ECD, "down_EDF": down_EDF}
     check_tensors("moe_experts", x_TD, FLOATS, "any", **floats)

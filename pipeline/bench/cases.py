@@ -338,14 +338,11 @@ def others(setting: Setting) -> Iterator[Case]:
     taps = [leaf(tokens, 20), leaf(20, 4, dtype=torch.float32)]
     yield case_of("short_conv", "with its taps", setting, taps, segments, output_taps=True)
     options: dict[str, Any] = {"causal": True, "scale": 0.2}
-    yield case_of(
-        "attention", "with its normaliser", setting, [q, k, v], segments, return_lse=True, **options
-    )
 
     # Parts of attention for the engine and for QK-Clip.
     rows = [randn(newest.total, 4, 24), k.detach(), v.detach()]
     yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
-    lse = law_of("attention")(q, k, v, segments, return_lse=True, **options)[1].detach()
+    lse = law_of("attention")(q, k, v, segments, **options)[1].detach()
     rows = [q.detach(), k.detach(), lse]
     yield case_of("max_logit", "largest logits", setting, rows, segments, tau=-1e4, **options)
 

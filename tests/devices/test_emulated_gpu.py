@@ -152,7 +152,7 @@ def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path
     launched = found["launches"]
     if kernels == "auto":
         # the whole prompt, a fresh first chunk, and one launch per later chunk
-        assert launched["flash_forward"] == 4 and "conv_taps_backward" in launched and not found["unguarded"]
+        assert launched["flash_forward"] == 4 and not found["unguarded"]
     else:
         assert not launched
 

@@ -99,12 +99,10 @@ def engine(folder):
 
 def layers(folder):
     """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through pages:
-    2-norm distances of the chunks from the whole and of the whole from the equations in float64. And
-    a convolution with taps."""
+    2-norm distances of the chunks from the whole and of the whole from the equations in float64."""
     from types import SimpleNamespace
 
     sys.path.insert(0, str(TESTS.parent))
-    from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.cache import MlaPages, Past
     from earlyfusion.model.engine.cache import Pools
@@ -144,13 +142,6 @@ def layers(folder):
     whole = layer(y, Segments((96,)))
     found = {"whole": distance(whole, law(x.double(), Segments((96,))))}
     found["pages"] = distance(through(pages, paged), whole)
-
-    taps = torch.randn(2, 20, 3, device=DEVICE, requires_grad=True)
-    u, weight = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((9, 20), (20, 4)))
-    segments = Segments((5, 4))
-    segments.cu_seqlens(y.device)  # the emulated device makes no tensor from numbers in autograd's own thread
-    o, _ = resolve("short_conv", DEVICE)(u, weight, segments, initial_taps_NCW1=taps)
-    torch.autograd.grad(o.square().sum(), (u, weight, taps))
     return found | noted()
 
 

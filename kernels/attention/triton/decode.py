@@ -53,8 +53,6 @@ def decode_share(
     S: constexpr,
     R: constexpr,
     RANK: constexpr,
-    VA: constexpr,
-    VB: constexpr,
     REST: constexpr,
     BH: constexpr,
     BN: constexpr,
@@ -67,13 +65,13 @@ def decode_share(
     begin = part * share
     stop = tl.minimum(begin + share, length)
     q_row = b * H + head
-    q = load_halves(query_BHR, q_row, R, ok_h, RANK, VA, VB)
+    q = load_halves(query_BHR, q_row, R, ok_h, RANK)
     q_rest = q[0]
     # Without a shared part a latent row is its value.
     if REST > 0:
-        q_rest = load(query_BHR, q_row, R, ok_h, RANK, REST, R)
+        q_rest = load(query_BHR, q_row, R, ok_h, RANK.ALL, REST, R)
     m, l = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
-    acc = zero_halves(BH, VA, VB)
+    acc = zero_halves(BH, RANK)
     for first in range(begin, stop, BN):
         token = first + tl.arange(0, BN)
         ok = token < stop
@@ -81,11 +79,11 @@ def decode_share(
         # An index that is no page is not read; its logits are -inf.
         ok = ok & (page >= 0) & (page < PAGES)
         row = page * S + token % S
-        k_a, k_b = load_halves(pages_PSR, row, R, ok, RANK, VA, VB)
+        k_a, k_b = load_halves(pages_PSR, row, R, ok, RANK)
         k = k_a.to(q[0].dtype), k_b.to(q[0].dtype)
-        s = inner(q, k, VB)
+        s = inner(q, k, RANK)
         if REST > 0:
-            k_rest = load(pages_PSR, row, R, ok, RANK, REST, R)
+            k_rest = load(pages_PSR, row, R, ok, RANK.ALL, REST, R)
             s = dot(q_rest, tl.trans(k_rest.to(q[0].dtype)), s)
         s = tl.where(ok[None, :], s * (scale * LOG2E), float("-inf"))
 
@@ -96,11 +94,11 @@ def decode_share(
         l = l * shrink + tl.sum(p, axis=1)
         m = new
         acc = acc[0] * shrink[:, None], acc[1] * shrink[:, None]
-        acc = add_product(acc, p.to(q[0].dtype), k, VB)
+        acc = add_product(acc, p.to(q[0].dtype), k, RANK)
     safe = tl.where(l > 0, l, 1.0)
     out_row = part * (B * H) + b * H + head
     mixed = acc[0] / safe[:, None], acc[1] / safe[:, None]
-    store_halves(mixed_XBHr, out_row, RANK, ok_h, mixed, RANK, VA, VB)
+    store_halves(mixed_XBHr, out_row, RANK.ALL, ok_h, mixed, RANK)
     tl.store(lse_XBH + out_row, tl.where(l > 0, (m + tl.log2(safe)) * LN2, float("-inf")), mask=ok_h)
 
 
@@ -123,7 +121,7 @@ def mla_decode(
         ValueError: shapes, dtypes, devices or layouts do not fit, or a latent row is wider than 1024.
     """
     decode.check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
-    if query_BHR.dtype == torch.float64 or not query_BHR.numel():
+    if not query_BHR.numel():
         return decode.mla_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank, scale)
     device = query_BHR.device
     check_tensors("mla_decode", query_BHR, query_BHR=query_BHR, pages_PSR=pages_PSR)
@@ -131,7 +129,6 @@ def mla_decode(
     batch, heads, width = query_BHR.shape
     if width > 1024:
         raise ValueError(f"mla_decode: query_BHR has latent width {width}; the kernel takes at most 1024")
-    va, vb = split_dim(rank)
     rest = max(16, power_of_two(width - rank)) if width > rank else 0
     tiles = triton.cdiv(heads, HEADS)
     count, share = shares(batch, tiles, table_BN.shape[1] * pages_PSR.shape[1], device)
@@ -153,9 +150,7 @@ def mla_decode(
             H=heads,
             S=pages_PSR.shape[1],
             R=width,
-            RANK=rank,
-            VA=va,
-            VB=vb,
+            RANK=split_dim(rank),
             REST=rest,
             BH=HEADS,
             BN=KEYS,

@@ -16,7 +16,6 @@ Legend: T tokens, H query heads, G key/value heads, D key dim, V value dim, BM q
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attention import naive, varlen
-from earlyfusion.kernels.attention.checks import check_append, check_attention
-from earlyfusion.kernels.checks import FLOATS
+from earlyfusion.kernels.attention.naive import check_append, check_attention
+from earlyfusion.kernels.checks import FLOATS, check_tensors
 from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments
@@ -38,18 +37,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 # Named tuples travel into the kernels as they are: constants together, strides together.
+class Dim(NamedTuple):
+    """A head dim and its two tiles: powers of two of at least 16, the second 0 where one suffices."""
+
+    ALL: int
+    A: int
+    B: int
+
+
 class Sizes(NamedTuple):
     """Constants of a call, which its kernels are compiled for."""
 
     H: int
     REPEAT: int  # query heads per key head
     CAUSAL: bool
-    D: int
-    DA: int  # the tiles of the key dim, then those of the value dim
-    DB: int
-    V: int
-    VA: int
-    VB: int
+    K: Dim
+    V: Dim
     BM: int
     BN: int
 
@@ -66,13 +69,13 @@ class Strides(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """First row, document begin and document end of every tile, int32; shift: how far a document's queries
-    stand from their own keys, or None where they stand together."""
+    """First row, begin and end of the document's keys for every tile, int32; shift: how far the document's
+    queries stand from their own keys."""
 
     first: Tensor
     begin: Tensor
     end: Tensor
-    shift: Tensor | None = None
+    shift: Tensor
 
 
 class Saved(NamedTuple):
@@ -108,12 +111,12 @@ def load(base, row, stride, ok, FIRST: constexpr, TILE: constexpr, DIM: constexp
 
 
 @triton.jit
-def load_halves(base, row, stride, ok, DIM: constexpr, A: constexpr, B: constexpr):
-    a = load(base, row, stride, ok, 0, A, DIM)
+def load_halves(base, row, stride, ok, X: constexpr):
+    a = load(base, row, stride, ok, 0, X.A, X.ALL)
     # Something must stand here for the compiler; where B is 0 nobody reads it.
     b = a
-    if B > 0:
-        b = load(base, row, stride, ok, A, B, DIM)
+    if X.B > 0:
+        b = load(base, row, stride, ok, X.A, X.B, X.ALL)
     return a, b
 
 
@@ -123,8 +126,8 @@ def zeros(ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def zero_halves(ROWS: constexpr, A: constexpr, B: constexpr):
-    return tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, B if B > 0 else 16], tl.float32)
+def zero_halves(ROWS: constexpr, X: constexpr):
+    return zeros(ROWS, X.A), zeros(ROWS, X.B if X.B > 0 else 16)
 
 
 @triton.jit
@@ -135,27 +138,27 @@ def store(base, row, stride, ok, x, FIRST: constexpr, TILE: constexpr, DIM: cons
 
 
 @triton.jit
-def store_halves(base, row, stride, ok, x, DIM: constexpr, A: constexpr, B: constexpr):
-    store(base, row, stride, ok, x[0], 0, A, DIM)
-    if B > 0:
-        store(base, row, stride, ok, x[1], A, B, DIM)
+def store_halves(base, row, stride, ok, x, X: constexpr):
+    store(base, row, stride, ok, x[0], 0, X.A, X.ALL)
+    if X.B > 0:
+        store(base, row, stride, ok, x[1], X.A, X.B, X.ALL)
 
 
 @triton.jit
-def inner(x, y, B: constexpr):
+def inner(x, y, X: constexpr):
     """x y^T over both halves."""
     # The accumulator of the first half goes into the second product.
     acc = dot(x[0], tl.trans(y[0]), zeros(x[0].shape[0], y[0].shape[0]))
-    if B > 0:
+    if X.B > 0:
         acc = dot(x[1], tl.trans(y[1]), acc)
     return acc
 
 
 @triton.jit
-def add_product(acc, p, x, B: constexpr):
+def add_product(acc, p, x, X: constexpr):
     """acc + p x, half by half."""
     a, b = dot(p, x[0], acc[0]), acc[1]
-    if B > 0:
+    if X.B > 0:
         b = dot(p, x[1], acc[1])
     return a, b
 
@@ -164,9 +167,9 @@ def add_product(acc, p, x, B: constexpr):
 def scores(q, k, key, stride, ok, S: constexpr):
     """Queries times the keys of a tile, [BM, BN], unscaled and unmasked."""
     # Keys are loaded half by half next to their product: fewer of them live at once.
-    s = dot(q[0], tl.trans(load(k, key, stride, ok, 0, S.DA, S.D)), zeros(S.BM, S.BN))
-    if S.DB > 0:
-        s = dot(q[1], tl.trans(load(k, key, stride, ok, S.DA, S.DB, S.D)), s)
+    s = dot(q[0], tl.trans(load(k, key, stride, ok, 0, S.K.A, S.K.ALL)), zeros(S.BM, S.BN))
+    if S.K.B > 0:
+        s = dot(q[1], tl.trans(load(k, key, stride, ok, S.K.A, S.K.B, S.K.ALL)), s)
     return s
 
 
@@ -196,11 +199,11 @@ def forward_keys(q, k, v, strides, place, end, begin, stop, m, l, acc, scale2, S
         shrink = tl.exp2(m - new)
         l = l * shrink + tl.sum(p, axis=1)
         m = new
-        v_a = load(v, key, strides.v_t, ok, 0, S.VA, S.V)
+        v_a = load(v, key, strides.v_t, ok, 0, S.V.A, S.V.ALL)
         p = p.to(v_a.dtype)
         a, b = dot(p, v_a, acc[0] * shrink[:, None]), acc[1]
-        if S.VB > 0:
-            b = dot(p, load(v, key, strides.v_t, ok, S.VA, S.VB, S.V), acc[1] * shrink[:, None])
+        if S.V.B > 0:
+            b = dot(p, load(v, key, strides.v_t, ok, S.V.A, S.V.B, S.V.ALL), acc[1] * shrink[:, None])
         acc = a, b
     return m, l, acc
 
@@ -212,17 +215,16 @@ def flash_forward(q, k, v, o, lse, tiles, scale, strides, S: constexpr):
     first, begin, end = tile_of(tiles)
     row = first + tl.arange(0, S.BM)
     # Appended queries: row counts the new tokens, place their keys.
-    if tiles.shift is not None:
-        first += tl.load(tiles.shift + tl.program_id(0)).to(tl.int64)
+    first += tl.load(tiles.shift + tl.program_id(0)).to(tl.int64)
     place = first + tl.arange(0, S.BM)  # of the queries among the keys
     ok = place < end
     group = head // S.REPEAT
     k, v = k + group * strides.k_g, v + group * strides.v_g
     # Queries stay in registers for the whole walk.
-    queries = load_halves(q + head * strides.q_h, row, strides.q_t, ok, S.D, S.DA, S.DB)
+    queries = load_halves(q + head * strides.q_h, row, strides.q_t, ok, S.K)
     BM: constexpr = S.BM
     m, l = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
-    acc = zero_halves(S.BM, S.VA, S.VB)
+    acc = zero_halves(S.BM, S.V)
 
     # Keys that every row of the tile sees need no mask; the rest does.
     scale2 = scale * LOG2E
@@ -232,7 +234,7 @@ def flash_forward(q, k, v, o, lse, tiles, scale, strides, S: constexpr):
     m, l, acc = forward_keys(queries, k, v, strides, place, end, begin, whole, m, l, acc, scale2, S, False)
     m, l, acc = forward_keys(queries, k, v, strides, place, end, whole, stop, m, l, acc, scale2, S, True)
     out = acc[0] / l[:, None], acc[1] / l[:, None]
-    store_halves(o + head * S.V, row, S.H * S.V, ok, out, S.V, S.VA, S.VB)
+    store_halves(o + head * S.V.ALL, row, S.H * S.V.ALL, ok, out, S.V)
     tl.store(lse + row * S.H + head, (m + tl.log2(l)) * LN2, mask=ok)
 
 
@@ -248,8 +250,8 @@ def row_dots(o, do, delta, rows, V: constexpr, VP: constexpr, BR: constexpr):
 @triton.jit
 def query_rows(x, head, row, ok, strides, S: constexpr):
     """(q, dO, lse, delta) of rows of one head."""
-    q = load_halves(x.q + head * strides.q_h, row, strides.q_t, ok, S.D, S.DA, S.DB)
-    do = load_halves(x.do + head * S.V, row, S.H * S.V, ok, S.V, S.VA, S.VB)
+    q = load_halves(x.q + head * strides.q_h, row, strides.q_t, ok, S.K)
+    do = load_halves(x.do + head * S.V.ALL, row, S.H * S.V.ALL, ok, S.V)
     # P is recomputed from the log-sum-exp, so nothing of size [T, T] was ever kept.
     lse = tl.load(x.lse + row * S.H + head, mask=ok, other=0.0)
     return q, do, lse, tl.load(x.delta + row * S.H + head, mask=ok, other=0.0)
@@ -258,8 +260,8 @@ def query_rows(x, head, row, ok, strides, S: constexpr):
 @triton.jit
 def key_rows(x, group, key, ok, strides, S: constexpr):
     """(k, v) of rows of one group."""
-    k = load_halves(x.k + group * strides.k_g, key, strides.k_t, ok, S.D, S.DA, S.DB)
-    v = load_halves(x.v + group * strides.v_g, key, strides.v_t, ok, S.V, S.VA, S.VB)
+    k = load_halves(x.k + group * strides.k_g, key, strides.k_t, ok, S.K)
+    v = load_halves(x.v + group * strides.v_g, key, strides.v_t, ok, S.V)
     return k, v
 
 
@@ -271,7 +273,7 @@ def flash_backward_keys(x, dk, dv, tiles, scale, strides, S: constexpr):
     key = first + tl.arange(0, S.BN)
     ok_n = key < end
     k, v = key_rows(x, group, key, ok_n, strides, S)
-    dk_sum, dv_sum = zero_halves(S.BN, S.DA, S.DB), zero_halves(S.BN, S.VA, S.VB)
+    dk_sum, dv_sum = zero_halves(S.BN, S.K), zero_halves(S.BN, S.V)
     for repeat in range(S.REPEAT):
         head = group * S.REPEAT + repeat
         # Causal: queries before the tile's first key see none of it.
@@ -282,16 +284,16 @@ def flash_backward_keys(x, dk, dv, tiles, scale, strides, S: constexpr):
             visible = ok_n[:, None] & ok_m[None, :]
             if S.CAUSAL:
                 visible = visible & (key[:, None] <= row[None, :])
-            s = inner(k, q, S.DB)
+            s = inner(k, q, S.K)
             p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[None, :]), 0.0)
-            dv_sum = add_product(dv_sum, p.to(q[0].dtype), do, S.VB)
+            dv_sum = add_product(dv_sum, p.to(q[0].dtype), do, S.V)
             # dO V^T - delta: how much better a key's value is than the mixture.
-            ds = (p * (inner(v, do, S.VB) - delta[None, :])).to(q[0].dtype)
-            dk_sum = add_product(dk_sum, ds, q, S.DB)
+            ds = (p * (inner(v, do, S.V) - delta[None, :])).to(q[0].dtype)
+            dk_sum = add_product(dk_sum, ds, q, S.K)
     groups: constexpr = S.H // S.REPEAT
     dk_sum = dk_sum[0] * scale, dk_sum[1] * scale
-    store_halves(dk + group * S.D, key, groups * S.D, ok_n, dk_sum, S.D, S.DA, S.DB)
-    store_halves(dv + group * S.V, key, groups * S.V, ok_n, dv_sum, S.V, S.VA, S.VB)
+    store_halves(dk + group * S.K.ALL, key, groups * S.K.ALL, ok_n, dk_sum, S.K)
+    store_halves(dv + group * S.V.ALL, key, groups * S.V.ALL, ok_n, dv_sum, S.V)
 
 
 @triton.jit
@@ -302,32 +304,30 @@ def flash_backward_queries(x, dq, tiles, scale, strides, S: constexpr):
     row = first + tl.arange(0, S.BM)
     ok_m = row < end
     q, do, lse, delta = query_rows(x, head, row, ok_m, strides, S)
-    dq_sum = zero_halves(S.BM, S.DA, S.DB)
+    dq_sum = zero_halves(S.BM, S.K)
     for n in range(begin, tl.minimum(first + S.BM, end) if S.CAUSAL else end, S.BN):
         key = n + tl.arange(0, S.BN)
         ok_n = key < end
         k, v = key_rows(x, head // S.REPEAT, key, ok_n, strides, S)
-        s, dp = inner(q, k, S.DB), inner(do, v, S.VB)
+        s, dp = inner(q, k, S.K), inner(do, v, S.V)
         visible = ok_n[None, :] & ok_m[:, None]
         if S.CAUSAL:
             visible = visible & (key[None, :] <= row[:, None])
         p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[:, None]), 0.0)
         ds = (p * (dp - delta[:, None])).to(q[0].dtype)
-        dq_sum = add_product(dq_sum, ds, k, S.DB)
+        dq_sum = add_product(dq_sum, ds, k, S.K)
     dq_sum = dq_sum[0] * scale, dq_sum[1] * scale
-    store_halves(dq + head * S.D, row, S.H * S.D, ok_m, dq_sum, S.D, S.DA, S.DB)
+    store_halves(dq + head * S.K.ALL, row, S.H * S.K.ALL, ok_m, dq_sum, S.K)
 
 
 # ---- host ----
 
 
-def split_dim(width: int) -> tuple[int, int]:
-    """A head dim as two power-of-two tiles of at least 16, the second 0 where one suffices without waste."""
+def split_dim(width: int) -> Dim:
+    """A head dim in tiles without waste."""
     # Tensor cores take no fewer than 16.
-    if width <= 16:
-        return 16, 0
-    large = 1 << (width.bit_length() - 1)
-    return (large, 0) if large == width else (large, max(16, power_of_two(width - large)))
+    large = max(16, 1 << (width.bit_length() - 1))
+    return Dim(width, large, max(16, power_of_two(width - large)) if width > large else 0)
 
 
 def launch_sizes(
@@ -350,68 +350,49 @@ def launch_sizes(
     # Short documents: tiles larger than the longest would idle.
     short = max(16, power_of_two(longest))
     rows, keys = min(rows, short), min(keys, short)
-    dims = key_dim, *split_dim(key_dim), value_dim, *split_dim(value_dim)
+    dims = split_dim(key_dim), split_dim(value_dim)
     sizes = Sizes(heads, heads // k.shape[1], causal, *dims, rows, keys)
     strides = Strides(*[stride for x in (q, k, v) for stride in x.stride()[:2]])
     return sizes, strides, {"num_warps": warps if rows > 32 else 4, "num_stages": 2}
 
 
-def _columns(table: Iterable[tuple[int, ...]], device: torch.device) -> Tiles:
-    return Tiles(*torch.tensor(list(table), dtype=torch.int32).T.contiguous().to(device))
-
-
-def query_tiles(segments: Segments, rows: int, device: torch.device) -> Tiles:
-    """Tiles of so many rows, longest documents first; cached."""
+def query_tiles(
+    segments: Segments, rows: int, device: torch.device, key_segments: Segments | None = None
+) -> Tiles:
+    """Tiles of so many rows, longest documents first; cached. key_segments: those of all tokens, where the
+    queries are the newest of them."""
+    keys = key_segments or segments
 
     def build() -> Tiles:
         table = []
+        documents = zip(segments.offsets, segments.lengths, keys.offsets, keys.lengths)
         # Longest first, so that the last programs to start are short ones.
-        documents = zip(segments.offsets, segments.lengths)
-        for begin, length in sorted(documents, key=lambda document: -document[1]):
-            end = begin + length
-            table += [(first, begin, end) for first in range(begin, end, rows)]
-        return _columns(table, device)
-
-    return segments.cached(("attention.tiles", rows, str(device)), build)
-
-
-def append_tiles(segments: Segments, key_segments: Segments, rows: int, device: torch.device) -> Tiles:
-    """As `query_tiles`, for new tokens whose documents have earlier keys: begin and end are the keys'."""
-
-    def build() -> Tiles:
-        table = []
-        documents = zip(segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths)
         for first, new, begin, length in sorted(documents, key=lambda document: -document[3]):
             end = begin + length
             # The newest token of the queries is the newest of the keys.
             shift = end - (first + new)
             table += [(row, begin, end, shift) for row in range(first, first + new, rows)]
-        return _columns(table, device)
+        return Tiles(*torch.tensor(table, dtype=torch.int32).T.contiguous().to(device))
 
-    return segments.cached(("attention.append", key_segments.lengths, rows, str(device)), build)
+    return segments.cached(("attention.tiles", rows, keys.lengths, str(device)), build)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, keys: Segments | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(o, lse). keys: those of all tokens, where the queries are the newest of them."""
-    longest = (keys or segments).max_length
-    sizes, strides, options = launch_sizes(q, k, v, causal, longest)
-    if keys is None:
-        tiles = query_tiles(segments, sizes.BM, q.device)
-    else:
-        tiles = append_tiles(segments, keys, sizes.BM, q.device)
-    o = q.new_empty(q.shape[0], sizes.H, sizes.V)
-    lse = q.new_empty(q.shape[0], sizes.H, dtype=torch.float32)
-    grid = tiles.first.shape[0], sizes.H
+    sizes, strides, options = launch_sizes(q, k, v, causal, (keys or segments).max_length)
+    tiles = query_tiles(segments, sizes.BM, q.device, keys)
+    o = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     with on_device(q):
-        flash_forward[grid](q, k, v, o, lse, tiles, scale, strides, S=sizes, **options)
+        flash_forward[(tiles.first.shape[0], sizes.H)](
+            q, k, v, o, lse, tiles, scale, strides, S=sizes, **options
+        )
     return o, lse
 
 
 class FlashAttention(torch.autograd.Function):
-    """(q, k, v, segments, causal, scale) -> (o, lse); lse has no gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float
@@ -433,15 +414,17 @@ class FlashAttention(torch.autograd.Function):
         # The same table at another tile height: which rows a tile covers does not say what is in them.
         by_key = query_tiles(segments, sizes.BN, q.device)
         by_query = query_tiles(segments, sizes.BM, q.device)
-        rows, padded = lse.numel(), max(16, power_of_two(sizes.V))
-        groups = sizes.H // sizes.REPEAT
+        rows, width = lse.numel(), sizes.V.ALL
+        last = scale, strides
         with on_device(q):
-            row_dots[(triton.cdiv(rows, 16),)](o, x.do, x.delta, rows, V=sizes.V, VP=padded, BR=16)
-            flash_backward_keys[(by_key.first.shape[0], groups)](
-                x, dk, dv, by_key, scale, strides, S=sizes, **options
+            row_dots[(triton.cdiv(rows, 16),)](
+                o, x.do, x.delta, rows, V=width, VP=max(16, power_of_two(width)), BR=16
+            )
+            flash_backward_keys[(by_key.first.shape[0], k.shape[1])](
+                x, dk, dv, by_key, *last, S=sizes, **options
             )
             flash_backward_queries[(by_query.first.shape[0], sizes.H)](
-                x, dq, by_query, scale, strides, S=sizes, **options
+                x, dq, by_query, *last, S=sizes, **options
             )
         return dq, dk, dv, None, None, None
 
@@ -462,14 +445,12 @@ def operands(**tensors: Tensor) -> list[Tensor]:
         ValueError: naming the argument of a wrong dtype, device or head dim.
     """
     first, *_ = tensors.values()
+    check_tensors("attention", first, FLOATS, "any", **tensors)
     for name, tensor in tensors.items():
         if tensor.shape[2] > 256:
             raise ValueError(
                 f"attention: {name} has head dim {tensor.shape[2]}; the kernels take at most 256"
             )
-        if tensor.dtype not in (*FLOATS, torch.float64) or tensor.device != first.device:
-            where = f"{tensor.dtype} on {tensor.device}"
-            raise ValueError(f"attention: {name} is {where}; expected a float dtype on {first.device}")
     dtype = compute_dtype(*tensors.values())
     # Under autocast the operands are what F.linear would have made of them.
     wide = [tensor.to(dtype) for tensor in tensors.values()]
@@ -484,13 +465,12 @@ def attention(
     *,
     causal: bool,
     scale: float,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Softmax attention, documents isolated; see :func:`earlyfusion.kernels.attention.naive.attention`.
 
     torch's own variable-length kernel where it fits exactly and no gradient is asked for (`prefers_torch`),
-    else the kernels of this file. float64 and an empty row go to plain torch. Any strides with contiguous
-    channels are read in place.
+    else the kernels of this file. An empty row goes to plain torch. Any strides with contiguous channels are
+    read in place.
 
     Raises:
         ValueError: head counts, dims, dtypes or devices do not fit, the row does not match ``segments``, or a
@@ -498,10 +478,9 @@ def attention(
     """
     check_attention(q_THD, k_TGD, v_TGV, segments)
     q, k, v = operands(q_THD=q_THD, k_TGD=k_TGD, v_TGV=v_TGV)
-    if q.dtype == torch.float64 or segments.total == 0 or prefers_torch(q, k, v):
-        return varlen.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=return_lse)
-    o_THV, lse_TH = FlashAttention.apply(q, k, v, segments, causal, scale)
-    return o_THV, lse_TH if return_lse else None
+    if segments.total == 0 or prefers_torch(q, k, v):
+        return varlen.attention(q, k, v, segments, causal=causal, scale=scale)
+    return FlashAttention.apply(q, k, v, segments, causal, scale)
 
 
 @torch.no_grad()
@@ -515,6 +494,6 @@ def attention_append(
     """
     check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
     q, k, v = operands(q_THD=q_THD, k_LGD=k_LGD, v_LGV=v_LGV)
-    if q.dtype == torch.float64 or segments.total == 0:
+    if segments.total == 0:
         return naive.attention_append(q, k, v, segments, key_segments, scale=scale)
     return _forward(q, k, v, segments, key_segments, True, scale)[0]

@@ -40,7 +40,7 @@ def largest_logits(
     sums = tl.load(lse + row * S.H + head, mask=row < end, other=float("-inf"))
     # A row can hold the maximum only if its log-sum-exp reaches the floor; and nobody needs it below tau.
     wanted = (sums >= tl.load(floor_H + head)) & (tl.max((bounds > tau).to(tl.int32), axis=0) > 0)
-    queries = load_halves(q + head * strides.q_h, row, strides.q_t, wanted, S.D, S.DA, S.DB)
+    queries = load_halves(q + head * strides.q_h, row, strides.q_t, wanted, S.K)
     k += head // S.REPEAT * strides.k_g
     BM: tl.constexpr = S.BM
     best = tl.full([BM], float("-inf"), tl.float32)
@@ -72,7 +72,7 @@ def max_logit(
 ) -> Tensor:
     """As :func:`earlyfusion.kernels.attention.max_logit.max_logit`, without its host sync.
 
-    float64 and an empty row go to that form.
+    An empty row goes to that form.
 
     Raises:
         ValueError: the row does not match ``segments``, the log-sum-exp is not float32 [T, H], or a head dim
@@ -80,7 +80,7 @@ def max_logit(
     """
     check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, lse_TH=lse_TH)
     q, k = operands(q_THD=q_THD, k_TGD=k_TGD)
-    if q.dtype == torch.float64 or segments.total == 0:
+    if segments.total == 0:
         return gate.max_logit(q, k, lse_TH, segments, causal=causal, scale=scale, tau=tau)
     check_tensors("max_logit", q, (torch.float32,), "any", lse_TH=lse_TH)
     # From here on nothing asks the host.

@@ -10,6 +10,7 @@ Legend: T tokens (patches), H heads, D head dim, C = D / 2 pairs, BT tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.attention import rope
+from earlyfusion.kernels.attention.rope import check_qkv
 from earlyfusion.kernels.attention.triton.flash import split_dim
 from earlyfusion.kernels.checks import check_tensors
 from earlyfusion.kernels.launch import on_device
@@ -28,7 +29,7 @@ ROWS = 16
 
 
 @triton.jit
-def _turn(
+def turn(
     source,
     target,
     turns,
@@ -59,90 +60,71 @@ def _turn(
 
 
 @triton.jit
-def rope_forward(
-    qkv,
-    turns,
+def rope(
     q,
     k,
-    T,
-    H: constexpr,
-    D: constexpr,
-    DA: constexpr,
-    DB: constexpr,
-    BT: constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    head = tl.program_id(1)
-    ok = token < T
-    for part in tl.static_range(2):
-        source = qkv + (part * H + head) * D
-        # Parts 0 and 1 of qkv; values are not turned.
-        target = (k if part == 1 else q) + head * D
-        _turn(source, target, turns, token, ok, 3 * H * D, H * D, 0, DA, D, BT, 1)
-        if DB > 0:
-            _turn(source, target, turns, token, ok, 3 * H * D, H * D, DA, DB, D, BT, 1)
-
-
-@triton.jit
-def rope_backward(
-    dq,
-    dk,
-    dv,
+    v,
+    q_out,
+    k_out,
+    v_out,
     turns,
-    dqkv,
     T,
+    source: constexpr,
+    target: constexpr,
     H: constexpr,
-    D: constexpr,
-    DA: constexpr,
-    DB: constexpr,
+    X: constexpr,
     BT: constexpr,
+    SIGN: constexpr,
 ):
+    """q_out and k_out [T, H, D] are q and k turned; with ``v`` it is copied. source, target: elements from
+    token to token."""
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    head = tl.program_id(1)
+    place = tl.program_id(1) * X.ALL
     ok = token < T
     for part in tl.static_range(2):
-        source = (dk if part == 1 else dq) + head * D
-        target = dqkv + (part * H + head) * D
-        _turn(source, target, turns, token, ok, H * D, 3 * H * D, 0, DA, D, BT, -1)
-        if DB > 0:
-            _turn(source, target, turns, token, ok, H * D, 3 * H * D, DA, DB, D, BT, -1)
+        x, out = (k if part else q) + place, (k_out if part else q_out) + place
+        turn(x, out, turns, token, ok, source, target, 0, X.A, X.ALL, BT, SIGN)
+        if X.B > 0:
+            turn(x, out, turns, token, ok, source, target, X.A, X.B, X.ALL, BT, SIGN)
     # The gradient of v goes straight into its third of dqkv.
-    for first in tl.static_range(0, DA + DB, 16):
-        col = first + tl.arange(0, 16)
-        keep = ok[:, None] & (col < D)[None, :]
-        x = tl.load(dv + head * D + token[:, None] * (H * D) + col[None, :], mask=keep, other=0.0)
-        tl.store(dqkv + (2 * H + head) * D + token[:, None] * (3 * H * D) + col[None, :], x, mask=keep)
+    if v is not None:
+        for first in tl.static_range(0, X.A + X.B, 16):
+            col = first + tl.arange(0, 16)
+            keep = ok[:, None] & (col < X.ALL)[None, :]
+            x = tl.load(v + place + token[:, None] * source + col[None, :], mask=keep, other=0.0)
+            tl.store(v_out + place + token[:, None] * target + col[None, :], x, mask=keep)
+
+
+def _launch(qkv: Sequence[Tensor | None], outs: Sequence[Tensor | None], turns: Tensor, sign: int) -> None:
+    """Over all tokens and heads of three [T, H, D]."""
+    assert qkv[0] is not None and outs[0] is not None
+    tokens, heads, dim = qkv[0].shape
+    if tokens:
+        grid, steps = (triton.cdiv(tokens, ROWS), heads), (qkv[0].stride(0), outs[0].stride(0))
+        with on_device(turns):
+            rope[grid](
+                *qkv, *outs, turns, tokens, *steps, H=heads, X=split_dim(dim), BT=ROWS, SIGN=sign, num_warps=4
+            )
 
 
 class _QkvRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_T3HD: Tensor, turns_TC2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, _, heads, dim = qkv_T3HD.shape
-        q_THD, k_THD = (qkv_T3HD.new_empty(tokens, heads, dim) for _ in range(2))
-        _launch(rope_forward, qkv_T3HD, turns_TC2, q_THD, k_THD, like=q_THD)
+        q, k, v = qkv_T3HD.unbind(1)
+        q_out, k_out = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+        _launch((q, k, None), (q_out, k_out, None), turns_TC2, 1)
         # A turn is undone by the turn back: q and k are not needed.
         ctx.save_for_backward(turns_TC2)
-        return q_THD, k_THD, qkv_T3HD[:, 2]
+        return q_out, k_out, v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq_THD: Tensor, dk_THD: Tensor, dv_THD: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        dq, dk, dv = (x.contiguous() for x in gradients)
         (turns_TC2,) = ctx.saved_tensors
-        dq, dk, dv = (x.contiguous() for x in (dq_THD, dk_THD, dv_THD))
-        tokens, heads, dim = dq.shape
-        dqkv_T3HD = dq.new_empty(tokens, 3, heads, dim)
-        _launch(rope_backward, dq, dk, dv, turns_TC2, dqkv_T3HD, like=dq)
+        dqkv_T3HD = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
+        _launch((dq, dk, dv), dqkv_T3HD.unbind(1), turns_TC2, -1)
         return dqkv_T3HD, None
-
-
-def _launch(kernel: Any, *tensors: Tensor, like: Tensor) -> None:
-    """Over all tokens and heads of [T, H, D]."""
-    tokens, heads, dim = like.shape
-    da, db = split_dim(dim)
-    if tokens:
-        grid = triton.cdiv(tokens, ROWS), heads
-        with on_device(like):
-            kernel[grid](*tensors, tokens, H=heads, D=dim, DA=da, DB=db, BT=ROWS, num_warps=4)
 
 
 def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,11 +132,9 @@ def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor
     :func:`earlyfusion.kernels.attention.rope.qkv_rope`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts do not fit. float64 goes to the plain torch form.
+        ValueError: shapes, dtypes, devices or layouts do not fit.
     """
-    rope.check_qkv(qkv_T3HD, turns_TC)
-    if qkv_T3HD.dtype == torch.float64:
-        return rope.qkv_rope(qkv_T3HD, turns_TC)
+    check_qkv(qkv_T3HD, turns_TC)
     check_tensors("qkv_rope", qkv_T3HD, qkv_T3HD=qkv_T3HD)
     check_tensors("qkv_rope", qkv_T3HD, (torch.complex64,), turns_TC=turns_TC)
     return _QkvRope.apply(qkv_T3HD, torch.view_as_real(turns_TC))

@@ -1,79 +1,149 @@
-"""Depthwise causal convolution with SiLU over packed documents, in Triton: forward, backward, state in and
-out.
+"""Depthwise causal convolution with SiLU over packed documents, in Triton: forward, backward, taps.
+
+z_t = sum_w weight[:, w] x_{t - (W - 1) + w}, y = silu(z), inside each document; ``position`` holds the place
+of every token in its document, so a read reaches back by ``back`` tokens only where position >= back. All
+sums in float32.
 
 One launch serves the joined channels of q, k and v (x may be a slice of a wider projection: only the last
 axis must be dense). Forward reads x and writes y; backward reads x and dy, writes dx, and sums dweight in a
-fixed order (no atomics).
+fixed order (no atomics). Gradients of a row that begins with taps come from the plain torch form: only the
+engine, which wants none, hands taps in.
 
-Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels, W taps, N documents.
+Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels, W taps, N documents, BT x BC
+tile of one program.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-from earlyfusion.kernels.checks import FLOATS, check_no_nan, check_tensors
-from earlyfusion.kernels.kda.conv import check_conv, final_taps
-from earlyfusion.kernels.kda.triton import conv_kernels as kernels
+from earlyfusion.kernels.checks import FLOATS, check_tensors
+from earlyfusion.kernels.kda import conv
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import Segments
 
 TILE_C = 64
 
 
-def _row(
-    x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments
-) -> tuple[kernels.Row, tuple[int, int], dict[str, int]]:
-    """What the kernels read, how many tiles there are, and their sizes: fewer tokens where reads may go to
-    the taps as well, which costs registers."""
-    device, (tokens, channels) = x_TC.device, x_TC.shape
-    position, ids = segments.position(device), segments.ids(device)
+class Row(NamedTuple):
+    """What every kernel reads of a packed row: pointers, then sizes."""
+
+    x: Any
+    weight: Any
+    taps: Any  # None: zeros
+    position: Any
+    ids: Any
+    T: int
+    C: int
+    stride: int  # of x, from token to token
+
+
+@triton.jit
+def pre_activation(row, t, live, c, W: constexpr, BT: constexpr, BC: constexpr):
+    """z of rows t (where live) and channels c, float32 [BT, BC]."""
+    inside_c = c < row.C
+    pos = tl.load(row.position + t, mask=live, other=0)
+    if row.taps is not None:
+        base = tl.load(row.ids + t, mask=live, other=0).to(tl.int64) * row.C * (W - 1)
+    z = tl.zeros([BT, BC], tl.float32)
+    # Unrolled: W is 4, and the loads of all taps are in flight together.
+    for w in tl.static_range(W):
+        back = W - 1 - w
+        w_c = tl.load(row.weight + c * W + w, mask=inside_c, other=0.0).to(tl.float32)
+        reach = live & (pos >= back)
+        at = row.x + (t - back).to(tl.int64)[:, None] * row.stride + c[None, :]
+        x_tc = tl.load(at, mask=reach[:, None] & inside_c[None, :], other=0.0).to(tl.float32)
+        if row.taps is not None:
+            before = (live & (pos < back))[:, None] & inside_c[None, :]
+            at = row.taps + base[:, None] + c[None, :] * (W - 1) + (pos + w)[:, None]
+            x_tc += tl.load(at, mask=before, other=0.0).to(tl.float32)
+        z += x_tc * w_c[None, :]
+    return z
+
+
+@triton.jit
+def conv_forward(row, y, W: constexpr, BT: constexpr, BC: constexpr):
+    """y [T, C], one tile per program."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    live = t < row.T
+    z = pre_activation(row, t, live, c, W, BT, BC)
+    at = y + t.to(tl.int64)[:, None] * row.C + c[None, :]
+    out = (z * tl.sigmoid(z)).to(y.dtype.element_ty)
+    tl.store(at, out, mask=live[:, None] & (c < row.C)[None, :])
+
+
+@triton.jit
+def conv_backward(row, dy, dx, dweight, W: constexpr, BT: constexpr, BC: constexpr):
+    """dx [T, C] and this tile's share of dweight, float32 [programs, W, C].
+
+    x_t enters z_{t + s} with tap W - 1 - s, if t + s is in the same document, that is if its position is at
+    least s.
+    """
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside_c = c < row.C
+    here = (t < row.T)[:, None] & inside_c[None, :]
+    at = row.x + t.to(tl.int64)[:, None] * row.stride + c[None, :]
+    x_tc = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    dx_tc = tl.zeros([BT, BC], tl.float32)
+    for s in tl.static_range(W):
+        # Rows behind this one that still read it.
+        pos = tl.load(row.position + t + s, mask=t + s < row.T, other=-1)
+        reads = (t + s < row.T) & (pos >= s)
+        at = dy + (t + s).to(tl.int64)[:, None] * row.C + c[None, :]
+        dy_tc = tl.load(at, mask=reads[:, None] & inside_c[None, :], other=0.0)
+        # The pre-activation is computed again: half the memory for a few multiply-adds.
+        z = pre_activation(row, t + s, reads, c, W, BT, BC)
+        gate = tl.sigmoid(z)
+        dz = dy_tc.to(tl.float32) * (gate * (1.0 + z * (1.0 - gate)))
+        w_c = tl.load(row.weight + c * W + (W - 1 - s), mask=inside_c, other=0.0).to(tl.float32)
+        dx_tc += dz * w_c[None, :]
+        out = dweight + (tl.program_id(0).to(tl.int64) * W + (W - 1 - s)) * row.C + c
+        tl.store(out, tl.sum(dz * x_tc, axis=0), mask=inside_c)
+    at = dx + t.to(tl.int64)[:, None] * row.C + c[None, :]
+    tl.store(at, dx_tc.to(dx.dtype.element_ty), mask=here)
+
+
+def _launch(
+    kernel: Any, segments: Segments, x_TC: Tensor, weight_CW: Tensor, taps: Any, *tensors: Tensor
+) -> None:
+    """Over all tiles; fewer tokens a tile where reads may go to the taps as well, which costs registers."""
+    device, (tokens, channels), rows = x_TC.device, x_TC.shape, 32 if taps is None else 16
     # Positions and ids instead of a mask: a read reaches back only as far as its document.
-    row = kernels.Row(x_TC, weight_CW, taps_NCW1, position, ids, tokens, channels, x_TC.stride(0))
-    rows = 32 if taps_NCW1 is None else 16
-    constants = {"W": weight_CW.shape[1], "BT": rows, "BC": TILE_C, "num_warps": 4}
-    return row, (-(-tokens // rows), -(-channels // TILE_C)), constants
+    places = segments.position(device), segments.ids(device)
+    row = Row(x_TC, weight_CW, taps, *places, tokens, channels, x_TC.stride(0))
+    grid = triton.cdiv(tokens, rows), triton.cdiv(channels, TILE_C)
+    with on_device(x_TC):
+        kernel[grid](row, *tensors, W=weight_CW.shape[1], BT=rows, BC=TILE_C, num_warps=4)
 
 
 class _TritonConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments
-    ) -> Tensor:
+    def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps: Tensor | None, segments: Segments) -> Tensor:
         y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
-        row, grid, constants = _row(x_TC, weight_CW, taps_NCW1, segments)
-        with on_device(x_TC):
-            kernels.conv_forward[grid](row, y_TC, **constants)
-        ctx.save_for_backward(x_TC, weight_CW, taps_NCW1)
+        _launch(conv_forward, segments, x_TC, weight_CW, taps, y_TC)
+        ctx.save_for_backward(x_TC, weight_CW)
         ctx.segments = segments
         return y_TC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TC, weight_CW, taps_NCW1 = ctx.saved_tensors
-        segments, device, (channels, width) = ctx.segments, x_TC.device, weight_CW.shape
-        row, grid, constants = _row(x_TC, weight_CW, taps_NCW1, segments)
-        dy_TC, dtaps = dy_TC.contiguous(), None
-        dx_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=device)
+    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, weight_CW = ctx.saved_tensors
+        dx_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         # One row of sums per program, added up in order.
-        shares = torch.empty(grid[0], width, channels, dtype=torch.float32, device=device)
-        with on_device(x_TC):
-            kernels.conv_backward[grid](row, dy_TC, dx_TC, shares, **constants)
-            dweight_WC = shares.sum(0)
-            if taps_NCW1 is not None:
-                dtaps = torch.empty_like(taps_NCW1)
-                shares = torch.zeros(segments.num, width, channels, dtype=torch.float32, device=device)
-                ends = segments.cu_seqlens(device)
-                kernels.conv_taps_backward[(segments.num, grid[1])](
-                    row, ends, dy_TC, dtaps, shares, W=width, BC=TILE_C, num_warps=1
-                )
-                dweight_WC += shares.sum(0)
-        return dx_TC, dweight_WC.t().to(weight_CW.dtype), dtaps, None
+        programs, (channels, width) = triton.cdiv(x_TC.shape[0], 32), weight_CW.shape
+        shares = torch.empty(programs, width, channels, dtype=torch.float32, device=x_TC.device)
+        _launch(conv_backward, ctx.segments, x_TC, weight_CW, None, dy_TC.contiguous(), dx_TC, shares)
+        return dx_TC, shares.sum(0).t().to(weight_CW.dtype), None, None
 
 
 def short_conv(
@@ -90,15 +160,12 @@ def short_conv(
         ValueError: naming the argument, for a wrong shape, dtype or device, a last axis that is not dense,
             fewer than 2 taps, or tokens that do not fit the segments.
     """
-    check_conv(x_TC, weight_CW, initial_taps_NCW1, segments)
-    check_tensors("short_conv", x_TC, FLOATS, "rows", x=x_TC, weight=weight_CW)
-    check_no_nan("short_conv", weight=weight_CW)
-    if initial_taps_NCW1 is not None:
-        initial_taps_NCW1 = initial_taps_NCW1.contiguous()
-        check_tensors("short_conv", x_TC, initial_taps=initial_taps_NCW1)
-    if segments.total == 0:
-        y_TC = x_TC.clone()
-    else:
-        y_TC = _TritonConv.apply(x_TC, weight_CW.contiguous(), initial_taps_NCW1, segments)
-    taps = final_taps(x_TC, initial_taps_NCW1, segments, weight_CW.shape[1]) if output_taps else None
-    return y_TC, taps
+    taps = initial_taps_NCW1
+    conv.check_conv(x_TC, weight_CW, taps, segments)
+    check_tensors("short_conv", x_TC, FLOATS, "rows", x=x_TC, weight=weight_CW, initial_taps=taps)
+    trains = torch.is_grad_enabled() and (x_TC.requires_grad or weight_CW.requires_grad)
+    if segments.total == 0 or (taps is not None and (trains or taps.requires_grad)):
+        return conv.short_conv(x_TC, weight_CW, segments, initial_taps_NCW1=taps, output_taps=output_taps)
+    dense = None if taps is None else taps.contiguous()
+    y_TC = _TritonConv.apply(x_TC, weight_CW.contiguous(), dense, segments)
+    return y_TC, conv.final_taps(x_TC, taps, segments, weight_CW.shape[1]) if output_taps else None

@@ -52,8 +52,6 @@ def decode(
     lower_bound,
     slots,
     R,
-    C,
-    H,
     G,
     GROUP: constexpr,
     K: constexpr,
@@ -78,8 +76,10 @@ def decode(
     state += (s * G + g) * V * K + c[:, None] * K + d[None, :]
     # The whole state of these value rows stays in registers.
     S = tl.load(state, mask=tile, other=0.0).to(tl.float32)
-    h = g // GROUP
+    # q, k and v of a token lie side by side.
+    h, H = g // GROUP, G // GROUP
     q_c, k_c, v_c = h * K + d, (H + h) * K + d, 2 * H * K + g * V + c
+    C = 2 * H * K + G * V
     x += n * C
     x_ring += s * R * C
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import FLOATS, check_no_nan, check_shapes, check_tensors
+from earlyfusion.kernels.checks import FLOATS, check_shapes, check_tensors
 from earlyfusion.kernels.kda.checks import Inputs, check_kda
 from earlyfusion.kernels.kda.gate import check_lower_bound
 from earlyfusion.kernels.kda.triton.grad import chunk_gradients
@@ -29,7 +29,6 @@ from earlyfusion.kernels.kda.triton.plan import (
     Runs,
     Tiles,
     auto_segments,
-    is_crowded,
     padded_dim,
     plan_runs,
     tiles,
@@ -38,6 +37,8 @@ from earlyfusion.kernels.kda.triton.prep import prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, dot_dtype, hardware, interpreted, on_device
 from earlyfusion.kernels.segments import Segments
+
+FP32 = torch.float32
 
 
 class Options(NamedTuple):
@@ -83,17 +84,17 @@ class Prepared(NamedTuple):
     q_hat: Tensor
     k_hat: Tensor
     k_tail: Tensor
-    carry: Tensor
     P: Tensor
     T: Tensor
+    carry: Tensor
 
 
 class Scanned(NamedTuple):
     """What both scans of the backward write: S before and dS' after every chunk, R, E."""
 
     states: Tensor
-    residual: Tensor
     dstates: Tensor
+    residual: Tensor
     E: Tensor
 
 
@@ -108,149 +109,102 @@ class _Launches:
     """The launches of one call on the tensors of a row."""
 
     def __init__(self, x: Inputs, options: Options) -> None:
-        self.x, self.options, self.runs, self.tiles = x, options, options.runs, options.tiles
-        (self.tokens, self.heads, key_dim), (_, self.G, value_dim) = x.q.shape, x.v.shape
+        self.x, self.runs, self.tiles, (_, self.G, value_dim) = x, options.runs, options.tiles, x.v.shape
         # What lies between launches is stored as the products take it.
         self.dtype = dot_dtype(x.q.dtype, prep)
         dot, prec = precision(x.q.dtype)
         # Entries of the inverse lie in [-1, 1], where float16 has the mantissa of tf32.
-        inverse = tl.float32 if self.dtype == torch.float32 else tl.float16
+        inverse = tl.float32 if self.dtype == FP32 else tl.float16
+
         # Constants of the compiled kernels; whatever else differs is an argument.
-        bounded, group = options.lower_bound is not None, self.G // self.heads
-        self.sizes = Sizes(key_dim, value_dim, options.tiles.chunk, group, bounded, dot, inverse, prec)
+        (_, heads, key_dim), bound = x.q.shape, options.lower_bound
+        group, chunk = self.G // heads, options.tiles.chunk
+        self.sizes = Sizes(key_dim, value_dim, chunk, group, bound is not None, dot, inverse, prec)
+        self.gate = options.scale, bound or 0.0
         rows = [stride for tensor in (x.q, x.k, x.v, x.f) for stride in tensor.stride()[:2]]
         self.strides = Strides._make([*rows, x.b.stride(0)])
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.x.q.device)
 
+    def states(self, count: int, dtype: torch.dtype | None = FP32) -> Tensor:
+        return self.new(count, self.G, self.sizes.K, self.sizes.V, dtype=dtype)
+
+    def per_chunk(self, kernel: Any, *tensors: Any, width: tuple[int, ...], options: dict[str, int]) -> None:
+        """A launch with one program for every chunk and value head."""
+        sizes, chunks = self.sizes, self.runs.num_chunks
+        rest = *self.gate, self.strides, self.G, *width, sizes.C.bit_length() - 1
+        kernel[(chunks, self.G)](self.x, *tensors, self.runs.chunks, *rest, S=sizes, **options)
+
+    def per_run(self, kernel: Any, columns: int, *tensors: Any, options: dict[str, Any]) -> None:
+        """A launch with one program for every run, value head and block of columns."""
+        grid = columns // options["BV"], self.runs.num, self.G
+        kernel[grid](*tensors, self.runs.stretches, self.strides, self.G, S=self.sizes, **options)
+
     def prepare(self) -> Prepared:
-        keys, pairs = (self.tokens, self.G, self.sizes.K), (self.tokens, self.G, self.sizes.C)
+        tokens, K, C = self.x.q.shape[0], self.sizes.K, self.sizes.C
+        made = [self.new(tokens, self.G, width) for width in (K, K, K, C, C)]
         # The decay of a whole chunk multiplies the float32 state.
-        carry = self.new(self.runs.num_chunks, self.G, self.sizes.K, dtype=torch.float32)
-        new = self.new
-        made = Prepared(new(*keys), new(*keys), new(*keys), carry, new(*pairs), new(*pairs))
-        prep[(self.runs.num_chunks, self.G)](
-            self.x,
-            made,
-            self.runs.chunks,
-            self.options.scale,
-            self.options.lower_bound or 0.0,
-            self.strides,
-            self.G,
-            self.sizes.K,
-            self.sizes.C.bit_length() - 1,
-            S=self.sizes,
-            **self.tiles.prep,
-        )
-        return made
+        prepared = Prepared._make([*made, self.new(self.runs.num_chunks, self.G, K, dtype=FP32)])
+        self.per_chunk(prep, prepared, width=(K,), options=self.tiles.prep)
+        return prepared
 
     def edges(self, made: Prepared, v: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         """Incoming state of every run [J, G, K, V] from those of the documents; reverse: gradients, with v
-        standing for dO."""
-        runs, move, join, sizes = self.runs, self.tiles.move, self.tiles.join, self.sizes
+        standing for dO. Without segments they are the documents' own."""
+        runs, sizes, join = self.runs, self.sizes, self.tiles.join
         # V columns for what a run adds, K for what it makes of the incoming state.
         wide = sizes.V + sizes.K
-        moves = self.new(runs.num, self.G, sizes.K, wide, dtype=torch.float32)
-        entry = self.new(runs.num, self.G, sizes.K, sizes.V, dtype=torch.float32)
-        transition[(wide // move["BV"], runs.num, self.G)](
-            made, v, self.x.b, moves, runs.stretches, self.strides, self.G, S=sizes, REVERSE=reverse, **move
-        )
-        combine[(sizes.V // join["BV"], runs.document_run_D1.numel() - 1, self.G)](
-            moves, edge, entry, runs.document_run_D1, self.G, S=sizes, REVERSE=reverse, **join
+        moves, entry = self.new(runs.num, self.G, sizes.K, wide, dtype=FP32), self.states(runs.num)
+        options = {**self.tiles.move, "REVERSE": reverse}
+        self.per_run(transition, wide, made, v, self.x.b, moves, options=options)
+        index = runs.document_run_D1
+        combine[(sizes.V // join["BV"], index.numel() - 1, self.G)](
+            moves, edge, entry, index, self.G, S=sizes, REVERSE=reverse, **join
         )
         return entry
 
-    def forward(self, made: Prepared, entry: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        x, runs, sizes = self.x, self.runs, self.sizes
-        o, final = self.new(*x.v.shape, dtype=x.v.dtype), None
-        if self.options.output_final:
-            final = self.new(runs.num, self.G, sizes.K, sizes.V, dtype=torch.float32)
-        forward_scan[(sizes.V // self.tiles.scan["BV"], runs.num, self.G)](
-            made,
-            x.v,
-            x.b,
-            entry,
-            o,
-            final,
-            runs.stretches,
-            self.strides,
-            self.G,
-            S=sizes,
-            **self.tiles.scan,
-        )
-        # Of a document's runs only the last one ends it.
-        if final is not None and runs.split:
-            final = final.index_select(0, runs.last_run_D)
-        return o, final
+    def of_documents(self, states: Tensor | None, last: bool) -> Tensor | None:
+        """States of the last, or the first, run of every document."""
+        if states is None or not self.runs.split:
+            return states
+        index = self.runs.document_run_D1.long()
+        return states.index_select(0, index[1:] - 1 if last else index[:-1])
+
+    def forward(
+        self, made: Prepared, entry: Tensor | None, output_final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        x, o = self.x, torch.empty_like(self.x.v, memory_format=torch.contiguous_format)
+        final = self.states(self.runs.num) if output_final else None
+        self.per_run(forward_scan, self.sizes.V, made, x.v, x.b, entry, o, final, options=self.tiles.scan)
+        return o, self.of_documents(final, last=True)
 
     def scan_both(
         self, made: Prepared, entry: Tensor | None, do: Tensor, dexit: Tensor | None, want_dinitial: bool
     ) -> tuple[Scanned, Tensor | None]:
-        runs, sizes = self.runs, self.sizes
         # In 16 bit: these are read by products alone.
-        state = runs.num_chunks, self.G, sizes.K, sizes.V
-        kept = Scanned(self.new(*state), self.new(*do.shape), self.new(*state), self.new(*do.shape))
-        dinitial = None
-        if want_dinitial:
-            dinitial = self.new(runs.num, *state[1:], dtype=torch.float32)
-        dual_scan[(2 * sizes.V // self.tiles.dual["BV"], runs.num, self.G)](
-            made,
-            self.x.v,
-            self.x.b,
-            entry,
-            do,
-            dexit,
-            kept,
-            dinitial,
-            runs.stretches,
-            self.strides,
-            self.G,
-            S=sizes,
-            **self.tiles.dual,
-        )
-        # And only the first begins it.
-        if dinitial is not None and runs.split:
-            dinitial = dinitial.index_select(0, runs.first_run_D)
-        return kept, dinitial
+        states = [self.states(self.runs.num_chunks, dtype=None) for _ in range(2)]
+        kept = Scanned._make([*states, self.new(*do.shape), self.new(*do.shape)])
+        dinitial = self.states(self.runs.num) if want_dinitial else None
+        tensors = made, self.x.v, self.x.b, entry, do, dexit, kept, dinitial
+        self.per_run(dual_scan, 2 * self.sizes.V, *tensors, options=self.tiles.dual)
+        return kept, self.of_documents(dinitial, last=False)
 
     def gradients(self, do: Tensor, kept: Scanned) -> Inputs:
-        x, sizes, chunks = self.x, self.sizes, self.runs.num_chunks
-        keys = self.tokens, self.G, sizes.K
+        x, sizes, tokens = self.x, self.sizes, self.x.q.shape[0]
         # Value heads that share a query/key head each leave their part; the parts are added in float32.
-        key_dtype = x.q.dtype if sizes.GROUP == 1 else torch.float32
-        into = Inputs(
-            self.new(*keys, dtype=key_dtype),
-            self.new(*keys, dtype=key_dtype),
-            self.new(*x.v.shape, dtype=x.v.dtype),
-            self.new(*x.f.shape, dtype=x.f.dtype),
-            self.new(*x.b.shape, dtype=x.b.dtype),
-            self.new(chunks, self.G, dtype=torch.float32),
-            self.new(chunks, *keys[1:], dtype=torch.float32),
-        )
-        chunk_gradients[(chunks, self.G)](
-            x,
-            do,
-            kept,
-            into,
-            self.runs.chunks,
-            self.options.scale,
-            self.options.lower_bound or 0.0,
-            self.strides,
-            self.G,
-            sizes.K,
-            sizes.V,
-            sizes.C.bit_length() - 1,
-            S=sizes,
-            **self.tiles.grad,
-        )
+        key_dtype = x.q.dtype if sizes.GROUP == 1 else FP32
+        keys = [self.new(tokens, self.G, sizes.K, dtype=key_dtype) for _ in range(2)]
+        rows = [self.new(*part.shape, dtype=part.dtype) for part in (x.v, x.f, x.b)]
+        shares = [self.new(self.runs.num_chunks, *part.shape, dtype=FP32) for part in (x.A_log, x.dt_bias)]
+        into = Inputs(*keys, *rows, *shares)
+        width = sizes.K, sizes.V
+        self.per_chunk(chunk_gradients, do, kept, into, width=width, options=self.tiles.grad)
+
         if sizes.GROUP > 1:
-            shape = self.tokens, self.heads, sizes.GROUP, sizes.K
-            dq, dk = (part.view(shape).sum(2).to(x.q.dtype) for part in (into.q, into.k))
-            into = into._replace(q=dq, k=dk)
+            keys = [part.unflatten(1, (-1, sizes.GROUP)).sum(2).to(x.q.dtype) for part in keys]
         # One partial sum a chunk, added here in a fixed order: the same bits in every run.
-        dA_log, ddt_bias = into.A_log.sum(0).to(x.A_log.dtype), into.dt_bias.sum(0).to(x.dt_bias.dtype)
-        return into._replace(A_log=dA_log, dt_bias=ddt_bias)
+        return Inputs(*keys, *rows, *(share.sum(0).to(x.A_log.dtype) for share in shares))
 
 
 class _TritonKDA(torch.autograd.Function):
@@ -258,15 +212,15 @@ class _TritonKDA(torch.autograd.Function):
     def forward(
         ctx: Any, options: Options, initial: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        x, entry = Inputs(*tensors), initial
+        x, split, entry = Inputs(*tensors), options.runs.split, initial
         call = _Launches(x, options)
         with on_device(x.q):
             made = call.prepare()
-            if options.runs.split:
+            if split:
                 entry = call.edges(made, x.v, initial, reverse=False)
-            o, final = call.forward(made, entry)
+            o, final = call.forward(made, entry, options.output_final)
         # Without segments the entries are the initial states, which are saved anyway.
-        ctx.save_for_backward(initial, entry if options.runs.split else None, *x)
+        ctx.save_for_backward(initial, entry if split else None, *x)
         ctx.options = options
         return o, final
 
@@ -289,18 +243,6 @@ class _TritonKDA(torch.autograd.Function):
             del made  # as large as the inputs, and read for the last time
             gradients = call.gradients(do, kept)
         return None, dinitial, *gradients
-
-
-def _check(x: Inputs, segments: Segments, initial: Tensor | None) -> None:
-    """Everything the kernels take for granted; ValueError naming the argument."""
-    sizes = check_kda("kda", x, segments.total)
-    check_shapes("kda", sizes | {"N": segments.num}, initial_state_NGKV=initial)
-    named = x._asdict()
-    check_tensors("kda", x.q, FLOATS, "rows", **named)
-    # One dtype for all operands of a product.
-    check_tensors("kda", x.q, (x.q.dtype,), "rows", k=x.k, v=x.v)
-    check_tensors("kda", x.q, (torch.float32,), "rows", initial_state=initial)
-    check_no_nan("kda", f=x.f, A_log=x.A_log, dt_bias=x.dt_bias, b=x.b)
 
 
 def _pad(x: Tensor, *missing: int) -> Tensor:
@@ -328,8 +270,7 @@ def kda(
 
     Differentiable once, in every tensor. q, k, v in one dtype of float32, bfloat16, float16; the state is
     float32. Only last axes need be dense: slices of a joint projection are read in place. K and V up to 256;
-    those other than 32, 64, 128, 256 are padded with zeros. NaN is looked for off CUDA, or with
-    EF_KERNEL_CHECKS=1 (costs a host sync).
+    those other than 32, 64, 128, 256 are padded with zeros.
 
     Args:
         chunk: 16, 32 or 64 tokens; by default from a table.
@@ -337,37 +278,40 @@ def kda(
             when documents times heads would leave most of the device idle.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or stride, NaN, or an unknown chunk, naming the argument.
+        ValueError: a wrong shape, dtype, device or stride, or an unknown chunk, naming the argument.
     """
-    x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
-    _check(x, segments, initial_state_NGKV)
+    x, initial = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK), initial_state_NGKV
+    sizes = check_kda("kda", x, segments.total) | {"N": segments.num}
+    check_shapes("kda", sizes, initial_state_NGKV=initial)
+    check_tensors("kda", x.q, FLOATS, "rows", **x._asdict())
+    # One dtype for all operands of a product.
+    check_tensors("kda", x.q, (x.q.dtype,), "rows", k=x.k, v=x.v)
+    check_tensors("kda", x.q, (FP32,), "rows", initial_state=initial)
     check_lower_bound(lower_bound)
     if chunk is not None and chunk not in CHUNKS:
         raise ValueError(f"kda: chunk={chunk}; expected one of {CHUNKS}, or None for the default")
-    key_dim, (_, heads, value_dim), device = q_THK.shape[2], v_TGV.shape, q_THK.device
+    heads, key_dim, value_dim, device = sizes["G"], sizes["K"], sizes["V"], q_THK.device
     if segments.total == 0:
-        states = v_TGV.new_zeros((0, heads, key_dim, value_dim), dtype=torch.float32)
+        states = v_TGV.new_zeros((0, heads, key_dim, value_dim), dtype=FP32)
         return v_TGV.clone(), states if output_final_state else None
 
     # Dims the kernels are compiled for, then tiles and runs for the whole call.
     padded_K, padded_V = padded_dim("q", key_dim), padded_dim("v", value_dim)
-    more_K, more_V = padded_K - key_dim, padded_V - value_dim
-    crowded = is_crowded(segments, heads, padded_V, device)
-    hopper, wide = hardware(device).arch >= 90, q_THK.dtype == torch.float32
-    tile = tiles(padded_K, padded_V, wide, crowded, hopper, chunk)
+    more_K, more_V, about = padded_K - key_dim, padded_V - value_dim, hardware(device)
+    # Would 64 value columns per program still give every multiprocessor one?
+    crowded = segments.num * heads * max(padded_V // 64, 1) >= about.multiprocessors
+    tile = tiles(padded_K, padded_V, q_THK.dtype == FP32, crowded, about.arch >= 90, chunk)
     if segment_chunks is None:
         segment_chunks = auto_segments(segments, heads, padded_V, tile, device)
     runs = plan_runs(segments, tile.chunk, segment_chunks, device)
     check_blocks("kda", "documents (or segments of them)", runs.num)
 
-    initial = initial_state_NGKV
     if initial is not None:
         initial = _pad(initial, more_V, more_K).contiguous()
     o_TGV, final = _TritonKDA.apply(
         Options(lower_bound, key_dim**-0.5, runs, tile, output_final_state),
         initial,
-        _pad(q_THK, more_K),
-        _pad(k_THK, more_K),
+        *(_pad(part, more_K) for part in (q_THK, k_THK)),
         _pad(v_TGV, more_V),
         _pad(f_TGK, more_K),
         b_TG,

@@ -11,7 +11,6 @@ Legend: T tokens, C tokens per chunk, N chunks, J runs, D documents, K key dim, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,21 +48,9 @@ class Runs:
     chunks: Chunks
     stretches: Stretches
     document_run_D1: Tensor  # first run of every document, then J
-    last_run_D: Tensor  # int64
-    first_run_D: Tensor
-
-    @property
-    def num_chunks(self) -> int:
-        return self.chunks.start.numel()
-
-    @property
-    def num(self) -> int:
-        return self.stretches.start.numel()
-
-    @property
-    def split(self) -> bool:
-        """Does any document have more than one run?"""
-        return self.num + 1 > self.document_run_D1.numel()
+    num_chunks: int
+    num: int
+    split: bool  # does any document have more than one run?
 
 
 def plan_runs(segments: Segments, chunk: int, segment_chunks: int, device: torch.device) -> Runs:
@@ -83,16 +70,11 @@ def plan_runs(segments: Segments, chunk: int, segment_chunks: int, device: torch
             # The last chunk of a document may be short; none reaches into the next.
             chunks += [(first, min(chunk, end - first)) for first in range(start, end, chunk)]
 
-        index = torch.tensor(document_run, dtype=torch.int32)
         # One copy to the device for each table, not one for each column.
-        columns = lambda rows: torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
-        return Runs(
-            chunks=Chunks(*columns(chunks)),
-            stretches=Stretches(*columns(runs)),
-            document_run_D1=index.to(device),
-            last_run_D=(index[1:] - 1).long().to(device),
-            first_run_D=index[:-1].long().to(device),
-        )
+        tables = (torch.tensor(rows, dtype=torch.int32) for rows in (chunks, runs, document_run))
+        by_chunk, by_run, index = (table.transpose(0, -1).contiguous().to(device) for table in tables)
+        split = len(runs) > segments.num
+        return Runs(Chunks(*by_chunk), Stretches(*by_run), index, len(chunks), len(runs), split)
 
     return segments.cached(("kda.triton.runs", chunk, segment_chunks, str(device)), build)
 
@@ -103,77 +85,43 @@ class Tiles:
 
     chunk: int
     prep: dict[str, int]  # BK, num_warps, num_stages
-    scan: dict[str, int]  # BV, ...
+    scan: dict[str, int]  # BV, ...; also of the backward's two scans
     dual: dict[str, int]
     move: dict[str, int]  # transition
     join: dict[str, int]  # combine: BV, BK, ...
     grad: dict[str, int]  # BK, BV, ...
 
 
-def _launch(warps: int, stages: int, **blocks: int) -> dict[str, int]:
+def _launch(warps: int, stages: int = 1, **blocks: int) -> dict[str, int]:
     return dict(blocks, num_warps=warps, num_stages=stages)
 
 
-@lru_cache(maxsize=64)
-def tiles(
-    key_dim: int,
-    value_dim: int,
-    wide: bool,
-    crowded: bool = False,
-    hopper: bool = True,
-    chunk: int | None = None,
-) -> Tiles:
+def tiles(key_dim: int, value_dim: int, wide: bool, crowded: bool, hopper: bool, chunk: int | None) -> Tiles:
     """The tile table; tests/kernels/test_aot.py holds its default entries to no spills.
 
     Args:
         wide: products of float32 operands: three tensor core passes, each operand held twice. Meant for
-        checking; K of
-            128 and more spills a few registers.
+            checking; K of 128 and more spills a few registers.
         crowded: enough documents times heads to fill the device with wide value blocks, which read less.
         hopper: sm_90 or later (a warp group's products read both operands from shared memory).
     """
-    # Value columns of a program: more of them share what is read of the keys, and need registers.
-    columns = min(value_dim, 32)
     # float32 is there for checking: small tiles that fit, not fast ones.
     if wide:
-        return Tiles(
-            chunk=chunk or 16,
-            prep=_launch(4, 1, BK=32),
-            scan=_launch(8, 1, BV=16),
-            dual=_launch(8, 1, BV=16),
-            move=_launch(8, 1, BV=16),
-            join=_launch(4, 1, BV=16, BK=16),
-            grad=_launch(8, 1, BK=16, BV=16),
-        )
+        eight = _launch(8, BV=16)
+        prep, join, grad = _launch(4, BK=32), _launch(4, BV=16, BK=16), _launch(8, BK=16, BV=16)
+        return Tiles(chunk or 16, prep, eight, eight, eight, join, grad)
+    # Value columns of a program: more of them share what is read of the keys, and need registers.
+    columns = min(value_dim, 32)
     # Without warp-group products operands live in registers: smaller chunks.
     if key_dim == 256 or not hopper:
-        return Tiles(
-            chunk=chunk or 32,
-            prep=_launch(
-                2 if chunk == 16 else 4, 1, BK=32
-            ),  # tiles of 16 x 32: four warps spill with Triton 3.6
-            scan=_launch(8, 1, BV=16 if key_dim == 256 else columns),
-            dual=_launch(8, 1, BV=columns),
-            move=_launch(8, 1, BV=16),
-            join=_launch(8, 1, BV=32, BK=32),
-            grad=_launch(8, 1, BK=32, BV=columns),
-        )
+        prep = _launch(2 if chunk == 16 else 4, BK=32)  # tiles of 16 x 32: four warps spill with Triton 3.6
+        scan, dual = _launch(8, BV=16 if key_dim == 256 else columns), _launch(8, BV=columns)
+        join, grad = _launch(8, BV=32, BK=32), _launch(8, BK=32, BV=columns)
+        return Tiles(chunk or 32, prep, scan, dual, _launch(8, BV=16), join, grad)
     # Wide blocks read the prepared keys half as often, if enough programs are left.
     scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 2, BV=columns)
-    return Tiles(
-        chunk=chunk or 64,
-        prep=_launch(4, 1, BK=32),
-        scan=scan,
-        dual=scan,
-        move=_launch(4, 1, BV=16),
-        join=_launch(4, 1, BV=32, BK=32),
-        grad=_launch(8, 1, BK=32, BV=min(value_dim, 64)),
-    )
-
-
-def is_crowded(segments: Segments, heads: int, value_dim: int, device: torch.device) -> bool:
-    """Would 64 value columns per program still give every multiprocessor one?"""
-    return segments.num * heads * max(value_dim // 64, 1) >= hardware(device).multiprocessors
+    join, grad = _launch(4, BV=32, BK=32), _launch(8, BK=32, BV=min(value_dim, 64))
+    return Tiles(chunk or 64, _launch(4, BK=32), scan, scan, _launch(4, BV=16), join, grad)
 
 
 def auto_segments(segments: Segments, heads: int, value_dim: int, tile: Tiles, device: torch.device) -> int:
