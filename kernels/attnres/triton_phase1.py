@@ -44,8 +44,8 @@ MOST_SOURCES = 128  # the backward takes three pointers each, and a kernel's arg
 
 @triton.jit
 def dot_parts(a, b, PARTS: constexpr):
-    """a @ b for ``a`` in float32, or as stored, and stored ``b``: exact products on tensor cores, ``a`` in PARTS
-    16-bit parts."""
+    """a @ b for ``a`` in float32, or as stored, and stored ``b``: exact products on tensor cores, ``a`` in
+    PARTS 16-bit parts."""
     if b.dtype == tl.float32:
         out = tl.dot(a, b, input_precision="tf32x3")
     else:

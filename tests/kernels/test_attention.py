@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Form, forms, needs_interpreter, poisoned_empties, randn, refused, relative_error
+from cases import Form, forms, needs_interpreter, poisoned_empties, randn, relative_error
 
 from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention import naive, varlen
-from earlyfusion.kernels.attention.buckets import SLACK, buckets, group_lengths, padded_length
+from earlyfusion.kernels.attention.buckets import buckets
 from earlyfusion.kernels.attention.triton import flash
 from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
 from earlyfusion.kernels.segments import Segments
@@ -177,22 +177,6 @@ def test_very_long_document_is_tiled_without_changing_the_result(monkeypatch):
         compare(EXACT, (90, 300, 90), (2, 1, 8, 8), causal)
 
 
-@pytest.mark.parametrize("multiple", [1, 64])
-def test_buckets_cover_every_token_once_and_waste_little(multiple):
-    lengths = torch.randint(1, 300, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    segments = Segments.from_lengths(lengths)
-    plan = buckets(segments, torch.device("cpu"), multiple)
-    assert buckets(segments, torch.device("cpu"), multiple) is plan  # one plan for all layers
-    assert sorted(torch.cat([bucket.rows for bucket in plan]).tolist()) == list(range(segments.total))
-    for group, bucket in zip(group_lengths(lengths, multiple), plan):
-        useful = sum(padded_length(lengths[i], multiple) ** 2 for i in group)
-        assert bucket.documents * bucket.length**2 <= useful + SLACK
-        x = torch.randn(segments.total, 2)
-        out = torch.full_like(x, math.nan)
-        bucket.unpad_into(out, bucket.pad(x))
-        assert torch.equal(out[bucket.rows], x[bucket.rows])
-
-
 def test_equal_adjacent_documents_are_batched_without_a_copy():
     (bucket,) = buckets(Segments((64,) * 8), torch.device("cpu"))
     x = torch.randn(512, 2, 4)
@@ -304,41 +288,8 @@ def test_larger_logits_behind_the_mask_are_not_seen(form):
     assert (q[:, 0] @ k[:, 0].T).max().item() == 630.0 and got.tolist() == [200.0]  # row 3, key 2: 4 * 50
 
 
-@needs_interpreter
-def test_views_are_read_in_place():
-    q, k, _, exact, ask = logits_case(GATES["triton"], (2, 2, 24, 24), True, 3.0)
-    wide = torch.full((sum(SMALL), 2, 60), torch.nan)
-    wide[..., 4:28], wide[..., 30:54] = q, k
-    assert relative_error(ask(0.1, wide[..., 4:28], wide[..., 30:54]), exact) < 3e-6
-
-
 @forms(naive=Form(naive, None, 0), torch=GATES["torch32"], triton=GATES["triton"])
 def test_the_largest_logit_of_an_empty_row_is_minus_infinity(form):
     empty, options = torch.zeros(0, 3, 8), {"causal": True, "scale": 1.0, "tau": 1.0}
     got = form.op.max_logit(empty, empty, torch.zeros(0, 3), Segments(()), **options)
     assert got.tolist() == [-math.inf] * 3
-
-
-def test_bad_input_names_the_argument():
-    q, k, v, _ = inputs(SMALL, (4, 2, 24, 16), dtype=torch.float32)
-    segments, lse = Segments(SMALL), torch.zeros(89, 4)
-    torch_form = lambda *x: varlen.attention(*x, segments, causal=True, scale=1.0)
-    triton_form = lambda *x: flash.attention(*x, segments, causal=True, scale=1.0)
-    largest = lambda *x: triton_max_logit.max_logit(*x, segments, causal=True, scale=1.0, tau=1.0)
-    other = Segments((5, 33, 90))
-    refused(
-        {
-            r"q_THD is \(5, 4, 24\); expected .* T = 89": lambda: torch_form(q[:5], k, v),
-            "4 query heads for 3 key heads": lambda: torch_form(q, *(torch.zeros(89, 3, 24),) * 2),
-            r"v_TGV is \(89, 1, 16\)": lambda: torch_form(q, k, v[:, :1]),
-            "k_TGD is torch.int64": lambda: triton_form(q, k.long(), v),
-            "k_TGD is .*D = 24": lambda: triton_form(q, k[..., :16], v),
-            "v_TGV has head dim 300": lambda: triton_form(q, k, torch.randn(89, 2, 300)),
-            "v_TGV is on meta": lambda: triton_form(q, k, v.to("meta")),
-            "lse_TH is": lambda: largest(q, k, lse[:, :1]),
-            "lse_TH is torch.float16": lambda: largest(q, k, lse.half()),
-            r"not the ends of documents of \(5, 33, 90\) keys": lambda: flash.attention_append(
-                q[: NEW.total], *(torch.zeros(128, 2, 24),) * 2, NEW, other, scale=1.0
-            ),
-        }
-    )

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import needs_interpreter, poisoned_empties, refused, relative_error
+from cases import needs_interpreter, poisoned_empties, relative_error
 
 from earlyfusion.kernels.kda import conv, naive
 from earlyfusion.kernels.kda.triton import conv as triton_conv
@@ -136,24 +136,3 @@ def test_an_empty_row_gives_an_empty_row(op, dtype, tolerance):
     x = torch.zeros(0, 6, dtype=dtype, requires_grad=True)
     y, taps = op(x, torch.ones(6, 4, dtype=dtype), Segments(()), output_taps=True)
     assert y.shape == (0, 6) and taps.shape == (0, 6, 3)
-
-
-@needs_interpreter
-def test_bad_input_names_the_argument():
-    segments, (x, weight) = inputs((12,), 13, seed=7)
-    x, weight = x.float(), weight.float()
-    run = lambda x=x, weight=weight, segments=segments, taps=None: triton_conv.short_conv(
-        x, weight, segments, initial_taps_NCW1=taps
-    )
-    refused(
-        {
-            "x is torch.float64": lambda: run(x.double()),
-            r"weight_CW is \(4, 4\)": lambda: run(weight=weight[:4]),
-            "at least W = 2": lambda: run(weight=weight[:, :1]),
-            r"x_TC is \(13, 12\)": lambda: run(x.T),
-            r"x_TC is \(1, 12, 13\)": lambda: run(x[None]),
-            "with T = 3": lambda: run(segments=Segments((3,))),
-            "initial_taps_NCP is": lambda: run(taps=torch.zeros(2, 13, 3)),
-            r"expected \[C, W\]": lambda: conv.short_conv(torch.zeros(12, 3), weight, segments),
-        }
-    )

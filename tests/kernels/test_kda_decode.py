@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import needs_interpreter, poisoned_empties, refused, relative_error
+from cases import needs_interpreter, poisoned_empties, relative_error
 
 from earlyfusion.kernels.kda import naive
 from earlyfusion.kernels.kda.decode import DecodeCache, decode
@@ -92,30 +92,3 @@ def test_padded_sequences_touch_nothing(padding):
     assert torch.equal(o[1], torch.zeros_like(o[1]))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(after, before))
     assert not torch.equal(after[0][1], before[0][1])
-
-
-def test_bad_input_names_the_argument():
-    layer = Layer((8,), seed=6)
-    cache = layer.cache(slots=1)
-    x, f, b = (part[0][:1] for part in (layer.x, layer.f, layer.b))
-    good = {"x_BC": x, "f_BGK": f, "b_BG": b, "weight_CW": layer.weight}
-    good |= {"A_log_G": layer.A_log, "dt_bias_GK": layer.dt_bias, "cache": cache}
-    good |= dict.fromkeys(("slots_B", "position_B"), torch.tensor([0]))
-    short = DecodeCache(cache.state_SGVK, cache.x_SRC[:, 1:])
-    refused(
-        {
-            f"{named}": lambda change=change: decode(**{**good, **change})
-            for named, change in {
-                r"x_BC is \(1, 79\)": {"x_BC": x[:, :-1]},
-                "x_BC is torch.float64": {"x_BC": x.double()},
-                r"f_BGK is \(": {"f_BGK": f[0]},
-                r"b_BG is \(": {"b_BG": b[0]},
-                "weight_CW has strides": {"weight_CW": layer.weight.T.contiguous().T},
-                r"weight_CW is \(": {"weight_CW": layer.weight[1:]},
-                "slots_B is torch.float32": {"slots_B": torch.tensor([0.0])},
-                r"position_B is \(2": {"position_B": torch.tensor([0, 1])},
-                r"A_log_G is \(1": {"A_log_G": layer.A_log[:1]},
-                "3 ring rows": {"cache": short},
-            }.items()
-        }
-    )
