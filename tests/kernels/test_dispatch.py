@@ -34,6 +34,11 @@ def test_the_backend_follows_the_device(monkeypatch):
     assert dispatch.pick("probe", torch.device("cuda", 1)) == "triton"
     assert dispatch.pick("probe", "meta") == "torch"
     assert dispatch.pick("plain", "cuda") == "naive"
+    # float64 is for checking: a tensor of it never meets a kernel.
+    assert dispatch.pick("probe", torch.empty(0, device="meta").double()) == "torch"
+    monkeypatch.setitem(dispatch.REGISTRY, "probe", {"naive": "a:b", "torch": "c:d"})
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    assert dispatch.pick("probe", "cuda") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -42,12 +47,6 @@ def test_the_backend_follows_the_device(monkeypatch):
 def test_the_environment_picks_the_backend(monkeypatch, value, expected):
     monkeypatch.setenv(dispatch.ENVIRONMENT, value)
     assert dispatch.pick("kda", "cpu") == expected
-
-
-def test_a_missing_backend_falls_back_to_the_next_simpler_one(monkeypatch):
-    monkeypatch.setitem(dispatch.REGISTRY, "probe", {"naive": "a:b", "torch": "c:d"})
-    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
-    assert dispatch.pick("probe", "cuda") == "torch"
 
 
 def test_without_triton_installed_a_gpu_gets_the_torch_form(monkeypatch):

@@ -27,14 +27,13 @@ STEP = {
     "loss.triton_rows:token_log_probs",
 }
 IMAGES = {"attention.triton.rope:qkv_rope"}
-BLOCKS = {"attnres.triton_phase1:open_block", "attnres.triton_phase1:phase1"}
-MERGE = {"attnres.triton_merge:step"}
+BLOCKS = {"attnres.triton_merge:block", "attnres.triton_phase1:phase1"}
 CALLED = {
-    "block": STEP | IMAGES | BLOCKS | MERGE,
-    "one block, recomputed": STEP | IMAGES | BLOCKS | MERGE,
-    "full, bounded gates": STEP | IMAGES | BLOCKS,  # a block of one sub-layer has nothing to merge
+    "block": STEP | IMAGES | BLOCKS,
+    "one block, recomputed": STEP | IMAGES | BLOCKS,
+    "full, bounded gates": STEP | IMAGES | BLOCKS,
     "plain stream, no image": STEP,
-    "half precision": STEP | IMAGES | BLOCKS | MERGE,
+    "half precision": STEP | IMAGES | BLOCKS,
 }
 
 
