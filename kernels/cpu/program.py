@@ -124,33 +124,6 @@ def pack(weight: Tensor) -> Tensor:
     return padded.unflatten(-1, (panels, width)).transpose(-3, -2).contiguous()
 
 
-def product(x_RA: Tensor, w_AB: Tensor, into: Tensor | None = None) -> Tensor:
-    """x w by decode.cpp's product, added to `into` if given; rows may lie apart. For tests."""
-    panels = pack(w_AB)
-    matrix = Matrix(panels.data_ptr(), *w_AB.shape)
-    out = x_RA.new_full((x_RA.shape[0], w_AB.shape[1]), float("nan")) if into is None else into
-    compiled().product(
-        x_RA.shape[0],
-        x_RA.data_ptr(),
-        x_RA.stride(0),
-        ctypes.byref(matrix),
-        out.data_ptr(),
-        out.stride(0),
-        into is not None,
-    )
-    return out
-
-
-FUNCTIONS = ("exp", "sigmoid", "softplus", "log", "log_one_minus")
-
-
-def function(name: str, x: Tensor) -> Tensor:
-    """One of FUNCTIONS of contiguous numbers, as vector.h computes them. For tests."""
-    y = torch.full_like(x, float("nan"))
-    compiled().apply(FUNCTIONS.index(name), x.numel(), x.data_ptr(), y.data_ptr())
-    return y
-
-
 class Program:
     """A list of operations over a residual stream of `hidden` numbers in so many `sources`. Fill it, then
     `build`."""

@@ -35,6 +35,7 @@ from earlyfusion.kernels.precision import (
 from earlyfusion.kernels.products import product, product_over_rows
 
 # The logits of a chunk are written once and read twice.
+MOST_ROWS = 1024  # of logits computed at once: the workspace is two float32 [rows, V]
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
 
@@ -75,9 +76,11 @@ def _gradient(
 TORCH_ROWS = Rows(_statistics, _gradient)
 
 
-def _split(counted_T: Tensor, chunk: int) -> tuple[Tensor, ...]:
+def _split(counted_T: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
     """The counted rows, chunk by chunk."""
-    rows_M = counted_T.nonzero()[:, 0]  # the op's one host sync on CUDA
+    rows_M, chunk = counted_T.nonzero()[:, 0], MOST_ROWS  # the op's one host sync on CUDA
+    if not counted_T.is_cuda:
+        chunk = min(chunk, max(32, CPU_ELEMENTS // vocabulary))
     # torch would split nothing into one chunk of no rows, and a product of no rows is a launch that not every
     # backend takes.
     return rows_M.split(chunk) if rows_M.numel() else ()
@@ -123,12 +126,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_T: Tensor,
         loss_weights_T: Tensor,
-        chunk: int,
         wants: tuple[bool, bool],
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(h_TD, weight_VD)
-        counted = _split((labels_T != IGNORE) & (loss_weights_T != 0), chunk)
+        counted = _split((labels_T != IGNORE) & (loss_weights_T != 0), len(weight_VD))
         with without_autocast(h_TD):
             chunks = _Chunks(dtype, counted, h_TD, weight_VD, labels_T)
             chunks.start(wants)
@@ -156,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dh_TD = dh_TD * dloss.to(dh_TD.dtype)
         if dweight_VD is not None:
             dweight_VD = (dweight_VD * dloss).to(weight_dtype)
-        return dh_TD, dweight_VD, None, None, None, None, None
+        return dh_TD, dweight_VD, None, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -167,10 +169,9 @@ class _TokenLogProbs(torch.autograd.Function):
         weight_VD: Tensor,
         labels_T: Tensor,
         temperature: float,
-        chunk: int,
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
-        settings = compute_dtype(h_TD, weight_VD), _split(labels_T != IGNORE, chunk)
+        settings = compute_dtype(h_TD, weight_VD), _split(labels_T != IGNORE, len(weight_VD))
         with without_autocast(h_TD):
             chunks = _Chunks(*settings, h_TD, weight_VD, labels_T)
             logp_T, entropy_T = (h_TD.new_zeros(h_TD.shape[0], dtype=chunks.wide) for _ in range(2))
@@ -200,18 +201,7 @@ class _TokenLogProbs(torch.autograd.Function):
         dweight_VD = chunks.dweight_VD
         if dweight_VD is not None:
             dweight_VD = dweight_VD.to(weight_VD.dtype)
-        return chunks.dh_TD, dweight_VD, None, None, None, None
-
-
-def chunk_rows(chunk: int, h_TD: Tensor, vocabulary: int) -> int:
-    """Rows per chunk: as asked for, on a CPU at most what fits its cache.
-
-    Raises:
-        ValueError: ``chunk`` is smaller than 1.
-    """
-    if chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk is {chunk}; expected at least 1 row")
-    return min(chunk, max(32, CPU_ELEMENTS // vocabulary)) if h_TD.device.type == "cpu" else chunk
+        return chunks.dh_TD, dweight_VD, None, None, None
 
 
 def linear_cross_entropy(
@@ -220,28 +210,25 @@ def linear_cross_entropy(
     labels_T: Tensor,
     loss_weights_T: Tensor,
     *,
-    chunk: int = 1024,
     rows: Rows = TORCH_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """sum_t w_t nll_t with at most ``chunk`` rows of logits alive at a time.
+    """sum_t w_t nll_t with at most ``MOST_ROWS`` rows of logits alive at a time (fewer on a CPU).
 
     Args:
         labels_T: int64 vocabulary ids; -100 where there is no loss.
         loss_weights_T: float32, data without a gradient; 0 skips a position.
-        chunk: most rows of logits computed at once (fewer on a CPU); workspace is two float32 [chunk, V].
     Returns:
         ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
         in nats, 0 at skipped positions. Without any counted position the sum is 0, its
         gradients zeros.
     Raises:
-        ValueError: shapes or dtypes do not belong together, or ``chunk`` is smaller than 1.
+        ValueError: shapes or dtypes do not belong together.
     """
     check_loss(h_TD, weight_VD, labels_T, loss_weights_T)
-    chunk = chunk_rows(chunk, h_TD, weight_VD.shape[0])
     # Asked outside: inside the function everything looks as if it had no gradient.
     tracked = torch.is_grad_enabled()
     wants = (tracked and h_TD.requires_grad, tracked and weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, wants, rows)
+    return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, loss_weights_T.detach(), wants, rows)
 
 
 def token_log_probs(
@@ -250,15 +237,12 @@ def token_log_probs(
     labels_T: Tensor,
     *,
     temperature: float = 1.0,
-    chunk: int = 1024,
     rows: Rows = TORCH_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of every label and the entropy of its distribution, at most ``chunk`` rows of logits at
-    a time.
+    """Log-probability of every label and the entropy of its distribution, in chunks as well.
 
     See :func:`earlyfusion.kernels.loss.naive.token_log_probs`. The backward pass computes the logits again.
     """
     check_loss(h_TD, weight_VD, labels_T, labels_T)
     check_temperature(temperature)
-    chunk = chunk_rows(chunk, h_TD, weight_VD.shape[0])
-    return _TokenLogProbs.apply(h_TD, weight_VD, labels_T, temperature, chunk, rows)
+    return _TokenLogProbs.apply(h_TD, weight_VD, labels_T, temperature, rows)

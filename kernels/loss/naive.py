@@ -43,11 +43,8 @@ def linear_cross_entropy(
     weight_VD: Tensor,
     labels_T: Tensor,
     loss_weights_T: Tensor,
-    *,
-    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a packed row with all logits in memory (``chunk`` is part of the shared signature and unused
-    here).
+    """Loss of a packed row with all logits in memory.
 
     A position whose label is -100 or whose weight is 0 contributes nothing. ``loss_weights_T`` is data: it
     gets no gradient.
@@ -72,7 +69,7 @@ def linear_cross_entropy(
 
 
 def token_log_probs(
-    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every label and the entropy of its distribution.
 

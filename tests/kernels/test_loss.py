@@ -29,12 +29,11 @@ def tensors(T, D, V, seed=0, dtype=torch.float64):
 def losses(form, given, **options):
     """The gradients and values of the loss against the law; every token's loss against its."""
     h, weight, labels, weights = given
-    chunk = options.pop("chunk", 1024)
     # Losses per token have no gradient: they are caught beside the sum.
     found = {}
 
     def run(module, a, b):
-        loss, found[module] = module.linear_cross_entropy(a, b, labels, weights, chunk=chunk)
+        loss, found[module] = module.linear_cross_entropy(a, b, labels, weights)
         return loss
 
     got = form.compare(run, naive, [h, weight], [torch.tensor(-2.5)], **options)
@@ -42,17 +41,25 @@ def losses(form, given, **options):
     return got, found[form.op], found[naive]
 
 
+@pytest.fixture(autouse=True)
+def chunk(monkeypatch, request):
+    """Rows of logits at once."""
+    size = getattr(request, "param", 8)
+    monkeypatch.setattr(chunked_ce, "MOST_ROWS", size)
+    return size
+
+
 @pytest.mark.parametrize("seed", [0, 10])
-@pytest.mark.parametrize("T,D,V,chunk", SHAPES)
+@pytest.mark.parametrize("T,D,V,chunk", SHAPES, indirect=["chunk"])
 @BOTH
 def test_the_loss_equals_the_definition(form, T, D, V, chunk, seed):
-    _, nll, want = losses(form, tensors(T, D, V, seed), chunk=chunk)
+    _, nll, want = losses(form, tensors(T, D, V, seed))
     assert relative_error(nll, want) < form.error
 
 
 @forms(torch16=Form(chunked_ce, torch.bfloat16, BF16), triton16=Form(triton_rows, torch.float16, 5e-3))
 def test_low_precision_rounds_gradients_alone(form):
-    got, nll, want = losses(form, tensors(60, 32, 129), chunk=16)
+    got, nll, want = losses(form, tensors(60, 32, 129))
     assert got[0].dtype == nll.dtype == torch.float32 and got[1].dtype == got[2].dtype == form.dtype
     assert relative_error(nll, want) < FP32  # losses themselves are float32 even from 16-bit operands
 
@@ -65,7 +72,7 @@ def test_log_probabilities_and_entropy_equal_the_definition(form, temperature, s
     entropy = {}
 
     def run(module, a, b):
-        logp, entropy[module] = module.token_log_probs(a, b, labels, temperature=temperature, chunk=8)
+        logp, entropy[module] = module.token_log_probs(a, b, labels, temperature=temperature)
         return logp
 
     got = form.compare(run, naive, [h, weight], [randn(shape[0], seed=3)])
@@ -76,11 +83,11 @@ def test_log_probabilities_and_entropy_equal_the_definition(form, temperature, s
 
 def test_unit_weights_equal_torch_cross_entropy_and_minus_the_log_probabilities():
     h, weight, labels, _ = tensors(50, 16, 40)
-    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.ones(50), chunk=7)
+    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.ones(50))
     logits = h @ weight.T
     assert (loss - F.cross_entropy(logits, labels, reduction="sum")).abs() < EXACT.error
     assert (nll - F.cross_entropy(logits, labels, reduction="none")).abs().max() < EXACT.error
-    assert torch.equal(chunked_ce.token_log_probs(h, weight, labels, chunk=7)[0], -nll)
+    assert torch.equal(chunked_ce.token_log_probs(h, weight, labels)[0], -nll)
     loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.arange(50.0))
     assert (loss - (nll * torch.arange(50.0)).sum()).abs() < EXACT.error
 
@@ -88,8 +95,8 @@ def test_unit_weights_equal_torch_cross_entropy_and_minus_the_log_probabilities(
 def test_gradcheck():
     h, weight, labels, weights = tensors(6, 3, 5)
     leaves = [h.requires_grad_(), weight.requires_grad_()]
-    loss = lambda a, b: chunked_ce.linear_cross_entropy(a, b, labels, weights, chunk=4)[0]
-    logp = lambda a, b: chunked_ce.token_log_probs(a, b, labels, chunk=4, temperature=0.7)[0]
+    loss = lambda a, b: chunked_ce.linear_cross_entropy(a, b, labels, weights)[0]
+    logp = lambda a, b: chunked_ce.token_log_probs(a, b, labels, temperature=0.7)[0]
     assert torch.autograd.gradcheck(loss, leaves) and torch.autograd.gradcheck(logp, leaves)
 
 
@@ -104,8 +111,8 @@ def test_skipped_positions_are_not_computed(form):
     """Poison where there is no loss: any use of those rows would show up as NaN. Twice the same bits."""
     h, *rest = tensors(40, 8, 20)
     skipped = (rest[1] == naive.IGNORE) | (rest[2] == 0)
-    clean = run(form, h, *rest, chunk=8)
-    poisoned = run(form, h.masked_fill(skipped[:, None], torch.nan), *rest, chunk=8)
+    clean = run(form, h, *rest)
+    poisoned = run(form, h.masked_fill(skipped[:, None], torch.nan), *rest)
     assert skipped.sum() > 5 and all(torch.equal(a, b) for a, b in zip(clean, poisoned))
     assert (poisoned[1][skipped] == 0).all() and (poisoned[2][skipped] == 0).all()
 
@@ -183,8 +190,8 @@ def test_logits_never_exceed_one_chunk(monkeypatch):
     rows, product = [], chunked_ce.wide_mm
     monkeypatch.setattr(chunked_ce, "wide_mm", lambda a, b: rows.append(a.shape[0]) or product(a, b))
     h, weight, labels, weights = tensors(100, 8, 30)
-    run(EXACT, h, weight, labels, weights, chunk=16)
-    assert max(rows) == 16 and sum(rows) == ((labels != naive.IGNORE) & (weights != 0)).sum()
+    run(EXACT, h, weight, labels, weights)
+    assert max(rows) == 8 and sum(rows) == ((labels != naive.IGNORE) & (weights != 0)).sum()
 
 
 def test_autocast_computes_in_bf16_and_returns_gradients_in_the_inputs_dtype():
@@ -205,5 +212,3 @@ def test_bad_input_names_the_argument(form):
             "labels_T is": lambda: logp(h, weight, labels[:2]),
         }
     )
-    if form.op is chunked_ce:
-        refused({"at least 1": lambda: loss(h, weight, labels, w, chunk=0)})
