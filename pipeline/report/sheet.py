@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -37,30 +38,19 @@ from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.pipeline.config.compose import compose
 from earlyfusion.pipeline.report.page import write_page
-from earlyfusion.vision.config import PRESETS, VisionConfig
+from earlyfusion.vision.config import VisionConfig
 
 MOST_INDEXES = 256
 """Shards without a manifest whose indexes are opened to count what they left out."""
-COUNTING = (
-    "patch_size",
-    "merge_kernel_size",
-    "max_patches_per_side",
-    "in_patch_limit",
-    "in_patch_limit_each_frame",
-    "pos_emb_time",
-)
-"""Keys of a vision section that decide how many patches and tokens a picture or video has."""
 
 
 @dataclass
 class Mix:
-    """What is inspected. named: whether a recipe gave patch rule and tokenizer, so that counts must be
-    theirs."""
+    """What is inspected: sources, and the patch rule and tokenizer that samples are counted by."""
 
     data: DataConfig
     vision: VisionConfig
     tokenizer: Tokenizer
-    named: bool
 
 
 def examples(
@@ -125,7 +115,7 @@ def open_mix(path: str, run_commands: bool = False) -> Mix:
     if not path.endswith(".toml") and (exists or is_url(path) or path.startswith("pipe:")):
         source = SourceConfig(name=Path(path).name or "data", kind=guess_kind(path, local), path=path)
         data = DataConfig(sources=[source], val_fraction=0.0)
-        return Mix(data, VisionConfig.preset("moonvit_v2"), open_tokenizer(None), False)
+        return Mix(data, VisionConfig.preset("moonvit_v2"), open_tokenizer(None))
 
     # A path that is none would be taken for the name of a recipe.
     if "/" in path and not Path(path).is_file():
@@ -147,7 +137,7 @@ def open_mix(path: str, run_commands: bool = False) -> Mix:
         tokenizer = embedded_tokenizer(int(words.get("vocab_size", 4096)))
         if words.get("path"):
             tokenizer = open_tokenizer(words["path"])
-        return Mix(DataConfig.model_validate(tree["data"]), rule, tokenizer, True)
+        return Mix(DataConfig.model_validate(tree["data"]), rule, tokenizer)
     except (AttributeError, TypeError) as error:
         raise DataError(f"{path}: not a recipe ({one_line(error)})") from None
 
@@ -185,68 +175,47 @@ def look(source: Source, mix: Mix, count: int) -> list[Card]:
 
 
 def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
-    """What is known of a source, line by line: exact counts where a preparation of the mix's own rule left
-    them."""
+    """What is known of a source, line by line: the exact counts of a preparation under the rule it counted
+    by, and means of the samples looked at under the rule of the mix."""
     yield f"{len(source):,} samples, {source.heldout_len():,} held out"
     if isinstance(source, Folder) and source.left_out:
         yield f"[red]no samples: {_listed(source.left_out)}[/]"
     if isinstance(source, WebDataset):
         yield from _of_shards(source)
-        # Counts of a preparation hold for its own patch rule and tokenizer alone.
-        manifest = source.shards.manifest or {}
-        if {*TOTALS, *TABLES, "vision"} <= set(manifest):
-            if not mix.named or _counted_alike(manifest, mix):
-                yield from _of_manifest(manifest)
-                return
-            rule = f"the rule of this mix (patches of {mix.vision.patch_size})"
-            yield f"[dim]prepare counted by {_safe(manifest['vision'])}; these counts are by {rule}[/]"
 
-    # Everything below is an estimate from the samples looked at.
     good = [card for card in cards if not card["bad"]]
     if good:
-        mean = {}
-        for key in ("tokens", "patches", "vision_tokens"):
-            mean[key] = sum(card[key] for card in good) / len(good)
-        share = mean["vision_tokens"] / max(1, mean["tokens"])
-        whole, of = mean["tokens"] * len(source), f"[dim](from {len(good)} samples)[/]"
+        tokens, patches, vision = (
+            fmean(card[key] for card in good) for key in ("tokens", "patches", "vision_tokens")
+        )
+        whole, of = tokens * len(source), f"[dim](from {len(good)} samples)[/]"
         yield f"formats: {_listed(Counter(card['kind'] for card in good))}  [dim](of {len(cards)} samples)[/]"
-        yield f"{mean['tokens']:,.0f} tokens a sample, {share:.0%} of them vision; {whole:,.0f} in all  {of}"
-        yield f"{mean['patches']:,.0f} patches a sample  {of}"
+        share = vision / max(1, tokens)
+        yield f"{tokens:,.0f} tokens a sample, {share:.0%} of them vision; {whole:,.0f} in all  {of}"
+        yield f"{patches:,.0f} patches a sample (patches of {mix.vision.patch_size})  {of}"
     if bad := Counter(card["bad"] for card in cards if card["bad"]):
         yield f"[red]left out: {_listed(bad)}[/]  [dim](of {len(cards)} samples)[/]"
 
 
-def _counted_alike(manifest: Mapping[str, Any], mix: Mix) -> bool:
-    """Whether the counts of a preparation are those of the mix's own patch rule and tokenizer."""
-    if manifest["vision"] not in PRESETS or manifest.get("tokenizer") != mix.tokenizer.hash:
-        return False
-    # Only what decides the counts: other keys may differ.
-    theirs = VisionConfig.preset(manifest["vision"])
-    return all(getattr(theirs, key) == getattr(mix.vision, key) for key in COUNTING)
-
-
 def _of_shards(source: WebDataset) -> Iterator[str]:
-    shards = source.shards
-    told = ""
+    shards, told = source.shards, ""
     if any(shards.cut):
         cut = ", ".join([name for name, torn in zip(shards.names, shards.cut) if torn][:5])
         told = f", [red]{sum(shards.cut)} cut short: {_safe(cut)}[/]"
     yield f"{len(shards.names):,} shard{'s' * (len(shards.names) != 1)}{told}"
-    # A preparation counted them in its manifest.
-    refused: Counter[str] = Counter()
-    for number in range(min(len(shards.names), MOST_INDEXES)) if shards.manifest is None else ():
-        refused.update(shards.index(number).header["refused"])
-    if refused:
-        yield f"[red]members left out: {_listed(refused)}[/]"
-
-
-def _of_manifest(manifest: Mapping[str, Any]) -> Iterator[str]:
-    samples, rule = manifest["samples"], f" ({_safe(manifest['vision'])})"
-    yield f"{manifest['bytes'] / 1e6:,.1f} MB, {samples:,} samples of {manifest['items']:,} items"
-    yield f"formats: {_listed(manifest['formats'])}"
-    for name, about in (("tokens", ""), ("patches", rule)):
-        yield f"{manifest[name]:,} {name}{about}, {manifest[name] / max(1, samples):,.0f} a sample"
-    yield f"left out: {_listed(manifest['skipped']) or 'nothing'}"
+    made = shards.manifest
+    if made is None:
+        refused: Counter[str] = Counter()
+        for number in range(min(len(shards.names), MOST_INDEXES)):
+            refused.update(shards.index(number).header["refused"])
+        if refused:
+            yield f"[red]members left out: {_listed(refused)}[/]"
+    # A preparation counted everything, by a patch rule and a tokenizer that need not be the mix's.
+    elif {*TOTALS, *TABLES, "vision"} <= made.keys():
+        yield f"{made['bytes'] / 1e6:,.1f} MB, {made['samples']:,} samples of {made['items']:,} items"
+        yield f"prepared: {_listed(made['formats'])}"
+        yield f"{made['tokens']:,} tokens, {made['patches']:,} patches ({_safe(made['vision'])})"
+        yield f"left out: {_listed(made['skipped']) or 'nothing'}"
 
 
 def _listed(counts: Mapping[str, int]) -> str:

@@ -67,23 +67,20 @@ def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, c
     counted by."""
     write_tar(tmp_path / "in.tar", captions(6))
     made = prepared(tmp_path)
-    for size, whole in ((14, True), (8, False)):
-        recipe = tmp_path / f"mix{size}.toml"
-        recipe.write_text(
-            f'data.val_fraction = 0.0\ntokenizer.path = "{tmp_path}/tokenizer"\n'
-            f'[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
-            f'[[data.sources]]\nname = "own"\nkind = "webdataset"\npath = "{tmp_path}/out"\n'
-        )
-        capsys.readouterr()
-        shown = inspect(recipe, samples=6)
-        assert (f"{made['patches']:,} patches (moonvit_v2)" in shown) == whole, shown
-        assert "1 shard\n" in shown and ("(patches of 8)" in shown) != whole
-    config = VisionConfig.preset("moonvit_v2", patch_size=8)
-    source = build_source(
-        SourceConfig(name="own", kind="webdataset", path=str(tmp_path / "out")), val_fraction=0.0
+    recipe = tmp_path / "mix8.toml"
+    recipe.write_text(
+        f'data.val_fraction = 0.0\ntokenizer.path = "{tmp_path}/tokenizer"\n'
+        '[vision]\npreset = "moonvit_v2"\npatch_size = 8\n'
+        f'[[data.sources]]\nname = "own"\nkind = "webdataset"\npath = "{tmp_path}/out"\n'
     )
+    capsys.readouterr()
+    shown = inspect(recipe, samples=6)
+    assert f"{made['patches']:,} patches (moonvit_v2)" in shown and "1 shard\n" in shown
+    config = VisionConfig.preset("moonvit_v2", patch_size=8)
+    given = SourceConfig(name="own", kind="webdataset", path=str(tmp_path / "out"))
+    source = build_source(given, val_fraction=0.0)
     patches = [encode(source.get(i, 0), tokenizer, config).num_patches for i in range(6)]
-    assert f"{sum(patches) / 6:,.0f} patches a sample" in shown
+    assert f"{sum(patches) / 6:,.0f} patches a sample (patches of 8)" in shown
 
 
 def test_other_shards_are_estimated_and_damage_is_shown(tmp_path, inspect):
