@@ -22,14 +22,15 @@ shown.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import (
     LONGER,
@@ -54,6 +55,7 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
+from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
@@ -61,6 +63,42 @@ from earlyfusion.rl.rollouts.prompts import encode_prompt, tool_files
 from earlyfusion.rl.rollouts.tools import ToolRollouts, ToolRunner
 
 TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
+
+
+def measure_heldout(
+    config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, runtime: Runtime
+) -> list[Measured]:
+    """Greedy (and sampled) answers to the held-out problems of `eval`, the same on every process; every
+    process calls it."""
+    model.eval()
+    section, rollout = config.eval, config.rollout
+    how: dict[str, Any] = {"problems": section.problems, "seed": section.seed, "samples": section.samples}
+    how |= {"slots": rollout.slots, "share": (runtime.rank, runtime.world)}
+    measured: list[Measured] = []
+    # Answers with tools come in turns, so they are measured by another loop.
+    plain, tools = by_way(config.measured)
+    if plain:
+        asked = ask(model, tokenizer, plain, max_new_tokens=rollout.max_new_tokens, **how)
+        measured += in_order(asked.measured(), runtime)
+    if tools:
+        weaker = config.sandbox.allow_weaker
+        own = measure_tools(model, tokenizer, tools, rollout, allow_weaker=weaker, **how)
+        measured += in_order(own, runtime)
+    return measured
+
+
+def by_way(entries: Sequence[TaskEntry]) -> tuple[list[TaskEntry], list[TaskEntry]]:
+    """Those that are answered at once, and those that are answered with tools."""
+    plain, tools = ([entry for entry in entries if entry.tools is tooled] for tooled in (False, True))
+    return plain, tools
+
+
+def in_order(own: Sequence[Measured], runtime: Runtime) -> list[Measured]:
+    """What all processes measured of the problems that were dealt to them, in the problems' order; without
+    pictures."""
+    # Pictures are large and rank 0 can draw them again from the key.
+    shares = runtime.gather([replace(one, picture=None) for one in own])
+    return [shares[i % runtime.world][i // runtime.world] for i in range(sum(map(len, shares)))]
 
 
 # ---- Answers with the tool.
@@ -83,18 +121,14 @@ def measure_tools(
 ) -> list[Measured]:
     """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order
     of the entries. rollout: its limits of turns, tokens and programs hold. The rest as in eval.measure.ask.
-    Raises SandboxError where no sandbox can be started, DataError without entries or for numbers out of
-    range."""
+    Raises SandboxError where no sandbox can be started, DataError for numbers out of range."""
     limit = rollout.max_new_tokens
     check_counts(problems, samples, limit, slots, temperature)
-    if not entries:
-        raise DataError("no task entries with tools to measure; give at least one")
     # The same problems as without tools: `held_out` draws them by the entry alone.
     every: list[Question] = []
     for entry in entries:
-        every += questions_of(
-            entry, tokenizer, model, problems, seed, limit, pictures, encode_prompt=encode_prompt
-        )
+        asks = (entry, tokenizer, model, problems, seed, limit, pictures, encode_prompt)
+        every += questions_of(*asks)
     # Every process measures its own share; the caller gathers.
     questions = every[share[0] :: share[1]]
     if not questions:
@@ -228,8 +262,7 @@ class MeasureOptions(Options):
 def measure(options: MeasureOptions) -> None:
     """Entry of `earlyfusion measure`."""
     entries, rollout, weaker = asked_for(options)
-    plain = [entry for entry in entries if not entry.tools]
-    tools = [entry for entry in entries if entry.tools]
+    plain, tools = by_way(entries)
     if tools and options.match_entropy is not None:
         raise UserError(
             f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave"
@@ -241,33 +274,33 @@ def measure(options: MeasureOptions) -> None:
         include={"problems", "seed", "samples", "slots", "temperature"}
     )
     shared["pictures"] = parse_pictures(options.pictures)
-
-    # The same problems without and with the tool.
     folder = model_folder(options.model)
     model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+
+    # The same problems without and with the tool.
+    result: dict[str, Any] = {"model": options.model, "seed": options.seed}
     measured: list[Measured] = []
-    asked = None
     if plain:
         # A recipe knows how long its answers may be.
         tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)
         asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
         measured += asked.measured(options.temperature)
+        # The control for sharpening.
+        if options.match_entropy is not None:
+            result["matched"] = {}
+            for label in summary(measured):
+                found = match_entropy(asked.only(label), options.match_entropy)
+                about = {"temperature": found.temperature, "reached": found.reached}
+                result["matched"][label] = {**summary(found.measured)[label], **about}
     if tools:
         measured += measure_tools(model, tokenizer, tools, rollout, allow_weaker=weaker, **shared)
 
-    # What is shown and kept: the table, the control for sharpening, the differences.
-    result: dict[str, Any] = {"model": options.model, "seed": options.seed, "tasks": summary(measured)}
-    show(options.model, result["tasks"])
+    result["tasks"] = summary(measured)
     # A figure from a weaker sandbox must say so.
-    for one in measured:
-        if one.sandbox:
-            result["sandbox"] = one.sandbox
-    if options.match_entropy is not None and asked is not None:
-        result["matched"] = {}
-        for label in result["tasks"]:
-            found = match_entropy(asked.only(label), options.match_entropy)
-            about = {"temperature": found.temperature, "reached": found.reached}
-            result["matched"][label] = {**summary(found.measured)[label], **about}
+    if missing := {one.sandbox for one in measured} - {""}:
+        result["sandbox"] = missing.pop()
+    show(options.model, result["tasks"])
+    if "matched" in result:
         show(f"at entropy {options.match_entropy:g}", result["matched"])
     if earlier is not None:
         result["against"] = {"file": str(options.against), "rows": paired(earlier, measured)}
@@ -291,9 +324,8 @@ def asked_for(options: MeasureOptions) -> tuple[list[TaskEntry], RolloutSection,
     if options.max_new_tokens:
         rollout = rollout.model_copy(update={"max_new_tokens": options.max_new_tokens})
 
-    names = [entry.label for entry in entries]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(entry.label for entry in entries).items():
+        if count > 1:
             raise UserError(f"--tasks: {name} is given twice; name every one once")
     return entries, rollout, weaker
 

@@ -56,8 +56,8 @@ from earlyfusion.pipeline.schedule import due, linear
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import Update, check_frozen, update
 from earlyfusion.rl.build import build_curated, build_engine, curated_lanes, plan
-from earlyfusion.rl.heldout import measure_heldout
 from earlyfusion.rl.learn import Learner, Sums
+from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig, start_directory
 from earlyfusion.rl.report.run import write_rl_report

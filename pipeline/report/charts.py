@@ -126,47 +126,6 @@ def lines(
 
 
 @drawing
-def heat_map(
-    figure: Figure,
-    matrices: Mapping[str, Sequence[Sequence[float | None]]],
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    colours: str = "Blues",
-    high: float = 1.0,
-    cell: float = 0.46,
-) -> Axes | None:
-    """One map per entry, side by side, sharing rows, columns and the scale from 0 to `high`. None = no such
-    cell.
-
-    cell: inches of a column; values stand in cells that are wide enough.
-    """
-    # A kind of token that was not measured has no panel.
-    shown = {title: matrix for title, matrix in matrices.items() if matrix}
-    if not shown:
-        return None
-    width = max(2.6, cell * len(columns) + 1.0) * len(shown) + 0.6
-    figure.set_size_inches(width, max(1.6, 0.28 * len(rows) + 0.9))
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, (title, matrix) in zip(panels, shown.items()):
-        values = np.array(matrix, dtype=float)  # None becomes nan, which stays blank
-        image = axes.imshow(values, cmap=colours, vmin=0.0, vmax=high, aspect="auto", interpolation="nearest")
-        axes.set_title(label(title))
-        axes.set_xticks(range(len(columns)), map(label, columns), fontsize=7, rotation=45)
-        axes.set_yticks(range(len(rows)), map(label, rows), fontsize=7)
-        axes.grid(visible=False)
-        for (row, column), value in np.ndenumerate(values):
-            if cell > 0.2 and math.isfinite(value):
-                # The scales of these maps are dark above 0.6 of their range.
-                ink = INK if value < 0.6 * high else "white"
-                axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6, color=ink)
-
-    # All panels share one scale, so that they share its bar.
-    figure.colorbar(image, ax=list(panels), fraction=0.03, pad=0.02).outline.set_visible(False)
-    return panels[0]
-
-
-@drawing
 def spans(figure: Figure, rows: dict[str, Mapping[str, Any]], *, scale: float = 1.0) -> Axes | None:
     """One line a row: its value with the 95 % interval, coloured where that excludes 0.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,23 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
     # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
+    of: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        of[str(record.get("event"))].append(record)
 
     recipe = directory / "recipe.toml"
     facts = read_dict(directory / "facts.json")
     # Measurements of one name are one curve.
-    results: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in read_steps(directory / "eval"):
-        results.setdefault(str(record.get("name")), []).append(record)
+        results[str(record.get("name"))].append(record)
     told = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "name"]
     return {
         "title": str(facts.get("name", directory.resolve().name)),
         "note": " · ".join(told) or about,
-        "train": [record for record in records if record.get("event") == "train"],
-        "evals": [record for record in records if record.get("event") == "eval"],
-        "marks": [record["step"] for record in records if record.get("event") == "guard"],
+        "train": of["train"],
+        "evals": of["eval"],
+        "marks": [record["step"] for record in of["guard"]],
         # The latest ones: a long run may tell thousands.
         "events": [record for record in records if isinstance(record.get("message"), str)][-200:],
         "broken_lines": sum(bool(line.strip()) for line in lines) - len(records),

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.pipeline.progress import is_finite
-from earlyfusion.pipeline.report.charts import heat_map, lines, spans
+from earlyfusion.pipeline.report.charts import lines, spans
 from earlyfusion.pipeline.report.data import by_source, curves, data_uri, family, image_source, series
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -73,7 +73,7 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 # What templates call: parts of a page, and drawings below their titles.
-for part in (guarded, section, image_source, lines, heat_map, spans):
+for part in (guarded, section, image_source, lines, spans):
     ENVIRONMENT.globals[part.__name__] = part
 # What templates put behind a value: curves of records, numbers as text.
 for read in (series, curves, family, by_source, data_uri, number, p_value):

@@ -51,7 +51,7 @@ def expert_load(train: Sequence[Record]) -> dict[str, Any]:
     rows = [[share * len(shares) for share in shares] for shares in latest.values()]
     # Layers may have different numbers of experts; the map is as wide as the widest.
     matrix = list(zip(*zip_longest(*rows)))
-    return {"step": tables[-1]["step"], "layers": list(latest), "matrix": matrix, "width": len(matrix[0])}
+    return {"step": tables[-1]["step"], "layers": list(latest), "matrix": matrix}
 
 
 def largest(train: Sequence[Record], key: str, relative: bool = False) -> dict[str, Series]:

@@ -24,6 +24,7 @@ from earlyfusion.eval.measured import load_measured, paired, write_measured
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.generate import evaluating, pack_prompts
+from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import TaskEntry
@@ -34,21 +35,18 @@ CLOSE = 2e-5  # nats, fp32: another batch and another kernel of the same sums
 ENTRIES = [entry_of(label) for label in ("counting/1/picture", "counting/1/twin", "relation/0/twin")]
 
 
-def main(words):
-    return cli.main(["measure", *words])
-
-
 def model(seed: int = 0):
     return tiny_model(tiny_config(TOKENIZER), seed)
 
 
-def logits_after(net, prompt, ids):
-    """Logits [len(ids), V] that choose each of `ids` after the prompt, by one forward of this document
-    alone."""
+def by_hand(net, prompt, ids, temperature=1.0, start=0):
+    """(probability of ids[start:], mean entropy) after the prompt, by one forward of this document alone."""
     whole = replace(prompt, ids=torch.cat([prompt.ids, torch.tensor(ids)]))
     with evaluating(net):
         hidden = net.hidden(pack_prompts(net, [whole]))
-        return net.logits(hidden[len(prompt) - 1 : -1]).double()
+        logs = (net.logits(hidden[len(prompt) - 1 : -1]).double() / temperature).log_softmax(-1)
+    p = logs.gather(1, torch.tensor(ids)[:, None])[start:].sum().exp()
+    return float(p), float(-(logs.exp() * logs).sum(-1).mean())
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -57,15 +55,17 @@ def test_probabilities_and_entropies_are_those_of_a_naive_forward(seed, temperat
     net = model(seed)
     asked = m.ask(net, TOKENIZER, ENTRIES, problems=3, seed=seed, max_new_tokens=5)
     for question, done, one in zip(asked.questions, asked.greedy, asked.measured(temperature)):
-        logs = (logits_after(net, question.prompt, list(question.target)) / temperature).log_softmax(-1)
-        p = logs.gather(1, torch.tensor(question.target)[:, None]).sum().exp()
-        assert one.p_target == pytest.approx(float(p), rel=1e-3)
-        logs = (logits_after(net, question.prompt, done.ids) / temperature).log_softmax(-1)
-        assert one.entropy == pytest.approx(float(-(logs.exp() * logs).sum(-1).mean()), abs=CLOSE)
-        p = logs.gather(1, torch.tensor(done.ids)[:, None]).sum().exp()
-        assert one.confidence == pytest.approx(float(p), rel=1e-3)
+        p, _ = by_hand(net, question.prompt, question.target, temperature)
+        sure, entropy = by_hand(net, question.prompt, done.ids, temperature)
+        assert (one.p_target, one.confidence) == pytest.approx((p, sure), rel=1e-3)
+        assert one.entropy == pytest.approx(entropy, abs=CLOSE)
         assert question.target[-1] == TOKENIZER.eos_id
         assert TOKENIZER.decode(question.target[:-1]) == f" {question.problem.target}"
+    # The prompt is that of training.
+    sample = Sample(list(asked.questions[0].problem.prompt("picture")), "s", "0")
+    prompt = encode(sample, TOKENIZER, net.config.vision, eos=False)
+    own = asked.questions[0].prompt
+    assert torch.equal(prompt.ids, own.ids) and torch.equal(prompt.patches, own.patches)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -133,20 +133,20 @@ def test_pictures_are_replaced_and_questions_stay():
 
 
 def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
-    first = m.measure(model(0), TOKENIZER, ENTRIES, problems=6, seed=3)
+    net = model(0).train()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    first, other = (m.measure(net, TOKENIZER, ENTRIES, problems=6, seed=seed, samples=1) for seed in (3, 4))
+    assert net.training and all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    assert all(p.grad is None for p in net.parameters())
     second = m.measure(model(1), TOKENIZER, ENTRIES, problems=6, seed=3)
-    assert [(one.label, one.key, one.target) for one in first] == [
-        (one.label, one.key, one.target) for one in second
-    ]
+    told = [[(one.label, one.key, one.target) for one in part] for part in (first, second)]
+    assert told[0] == told[1] and not {one.key for one in first} & {one.key for one in other}
     assert [one.p_target for one in first] != [one.p_target for one in second]
-    pictures, twins = (
-        [one for one in first if one.label == f"counting/1/{form}"] for form in ("picture", "twin")
-    )
-    assert [one.key for one in pictures] == [one.key for one in twins] and len(pictures) == 6
+    pictures, twins, _ = numbers.by_problem(first).values()
+    assert list(pictures) == list(twins) and len(pictures) == 6
     assert all("/test/" in one.key for one in first)
-    assert all(one.picture is not None for one in pictures) and all(one.picture is None for one in twins)
-    other = m.measure(model(0), TOKENIZER, ENTRIES, problems=6, seed=4)
-    assert not {one.key for one in first} & {one.key for one in other}
+    assert all(one.picture is not None for one in pictures.values())
+    assert all(one.picture is None for one in twins.values())
 
 
 def test_no_problem_is_asked_twice():
@@ -178,9 +178,8 @@ def test_an_answer_after_a_thought_is_scored_given_that_thought(thinks):
     assert TOKENIZER.decode(answer.ids[:mark]).endswith("answer:")
     asked = m.Asked(net, [question], [answer], [answer], [[]], [mark])
     m._keep_states(m.engine_for(net, TOKENIZER, [question.prompt], 200), asked)
-    logs = logits_after(net, question.prompt, [*answer.ids[:mark], *question.target]).log_softmax(-1)[mark:]
-    expected = logs.gather(1, torch.tensor(question.target)[:, None]).sum().exp()
-    assert asked.measured()[0].p_target == pytest.approx(float(expected), rel=1e-3)
+    expected, _ = by_hand(net, question.prompt, [*answer.ids[:mark], *question.target], start=mark)
+    assert asked.measured()[0].p_target == pytest.approx(expected, rel=1e-3)
     assert m._mark(question, m.Answer(answer.ids, " nothing said"), TOKENIZER) is None
 
 
@@ -242,48 +241,41 @@ def test_files_keep_everything_but_the_picture_which_is_drawn_again(tmp_path):
         load_measured(tmp_path / "b.jsonl")
 
 
-@pytest.mark.parametrize(
-    "label", ["counting", "counting/2/twin", "maze/1/picture/thought", "relation/thought", "counting/tools"]
-)
-def test_labels_are_read_back(label):
-    entry = entry_of(label)
-    assert entry_of(entry.label) == entry
-
-
-@pytest.mark.parametrize(
-    "label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", "tools", ""]
-)
-def test_wrong_labels_are_refused(label):
-    with pytest.raises(DataError):
-        entry_of(label)
+def test_labels_are_read_back_and_wrong_ones_refused():
+    for label in (
+        "counting",
+        "counting/2/twin",
+        "maze/1/picture/thought",
+        "relation/thought",
+        "counting/tools",
+    ):
+        entry = entry_of(label)
+        assert entry_of(entry.label) == entry
+    for label in ("countin", "counting/x", "counting/1/word", "counting/1/twin/picture", "tools", ""):
+        with pytest.raises(DataError):
+            entry_of(label)
 
 
 def test_paired_rows_see_a_planted_difference_and_nothing_else():
+    def rows_of(before, after):
+        return {(row["label"], row["metric"]): row for row in paired(before, after)}
+
+    picture, twin = "counting/1/picture", "counting/1/twin"
     before = m.measure(model(), TOKENIZER, ENTRIES, problems=40, seed=0)
-    after = []
-    for i, one in enumerate(before):
-        right = i % 40 < 30
-        after.append(replace(one, solved=right, score=float(right)) if "picture" in one.label else one)
-    rows = {(row["label"], row["metric"]): row for row in paired(before, after)}
-    seen, same = rows["counting/1/picture", "accuracy"], rows["counting/1/twin", "accuracy"]
-    assert seen["clear"] and seen["after"] == pytest.approx(0.75)
-    assert not same["clear"] and same["p_holm"] == 1.0
-    assert ("counting/1/picture", "pass@1") not in rows, "no samples were drawn"
+    after = [
+        replace(one, solved=True, score=1.0) if one.label == picture and i % 40 < 30 else one
+        for i, one in enumerate(before)
+    ]
+    rows = rows_of(before, after)
+    assert rows[picture, "accuracy"]["clear"] and rows[picture, "accuracy"]["after"] >= 0.75
+    assert not rows[twin, "accuracy"]["clear"] and rows[twin, "accuracy"]["p_holm"] == 1.0
+    assert (picture, "pass@1") not in rows, "no samples were drawn"
     drawn = [[replace(one, sampled=(1.0, x, 0.0, 0.0)) for one in before] for x in (0.0, 1.0)]
-    rows = {(row["label"], row["metric"]): row for row in paired(*drawn)}
-    row = rows["counting/1/picture", "pass@1"]
+    row = rows_of(*drawn)[picture, "pass@1"]
     assert (row["before"], row["after"], row["value"]) == (0.25, 0.5, 0.25)
-    assert "pass@1" not in {r["metric"] for r in paired(before, drawn[0])}, "only one side drew"
+    assert (picture, "pass@1") not in rows_of(before, drawn[0]), "only one side drew"
     with pytest.raises(DataError, match="share no problem"):
         paired(before, [replace(one, key=one.key + "x") for one in after])
-
-
-def test_the_model_is_left_in_its_mode_without_gradients():
-    net = model().train()
-    before = {name: p.clone() for name, p in net.named_parameters()}
-    m.measure(net, TOKENIZER, ENTRIES, problems=2, seed=0, samples=2)
-    assert net.training
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in net.named_parameters())
 
 
 @pytest.mark.parametrize("wrong", [{"problems": 0}, {"samples": -1}, {"temperature": 0.0}, {"slots": 0}])
@@ -293,36 +285,28 @@ def test_counts_out_of_range_are_refused(wrong):
 
 
 def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
-    from earlyfusion.model.hub.folder import save_model
-
     save_model(model(), TOKENIZER, tmp_path / "model")
-    common = ["--model", str(tmp_path / "model"), "--problems", "5", "--device", "cpu"]
     out = tmp_path / "out"
-    tasks = ["--tasks", "counting/1/twin", "relation"]
-    assert main([*common, *tasks, "--samples", "2", "--match-entropy", "1.5", "--out", str(out)]) == 0
+
+    def main(words):
+        return cli.main(f"measure --model {tmp_path}/model --problems 5 --device cpu --tasks {words}".split())
+
+    tasks = "counting/1/twin relation"
+    assert main(f"{tasks} --samples 2 --match-entropy 1.5 --out {out}") == 0
     told = json.loads((out / "summary.json").read_text())
     assert set(told["tasks"]) == set(told["matched"]) == {"counting/1/twin", "relation/0/picture"}
     assert told["matched"]["counting/1/twin"]["entropy"] == pytest.approx(1.5, abs=1e-3)
     measured = load_measured(out / "measured.jsonl")
     assert told["tasks"] == json.loads(json.dumps(numbers.summary(measured)))
-    assert main([*common, *tasks, "--against", str(out / "measured.jsonl"), "--out", str(out / "b")]) == 0
+    assert main(f"{tasks} --against {out}/measured.jsonl --out {out}/b") == 0
     rows = json.loads((out / "b" / "summary.json").read_text())["against"]["rows"]
     assert len(rows) == 8 and all(row["value"] == 0 and not row["clear"] for row in rows)
-    capsys.readouterr()
     for words, said in (
         ("counting --pictures true,gray", "did you mean 'grey'"),
         ("countin", "did you mean 'counting'"),
         ("counting counting/0", "twice"),
         ("counting --max-new-tokens 0", "greater than 0"),
     ):
-        assert main([*common, "--tasks", *words.split()]) == 2
+        capsys.readouterr()
+        assert main(words) == 2
         assert said in capsys.readouterr().err
-
-
-def test_prompts_are_those_of_training():
-    question = m.questions_of(ENTRIES[0], TOKENIZER, model(), 1, 0, 4)[0]
-    sample = Sample(list(question.problem.prompt("picture")), "s", "0")
-    prompt = encode(sample, TOKENIZER, model().config.vision, eos=False)
-    assert torch.equal(prompt.ids, question.prompt.ids) and torch.equal(
-        prompt.patches, question.prompt.patches
-    )

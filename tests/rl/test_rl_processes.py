@@ -21,7 +21,7 @@ from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import measure
 from earlyfusion.eval.measured import load_measured
 from earlyfusion.pipeline.config.compose import to_toml
-from earlyfusion.rl.heldout import in_order
+from earlyfusion.rl.measure import in_order
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 

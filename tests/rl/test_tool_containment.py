@@ -206,8 +206,6 @@ def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_withou
     for wrong in ({"problems": 0}, {"samples": -1}, {"temperature": 0.0}, {"slots": 0}):
         with pytest.raises(DataError, match="expected"):
             measure_tools(net, TOKENIZER, [entry], rollout, **{"problems": 2, "seed": 5, **wrong})
-    with pytest.raises(DataError, match="no task entries"):
-        measure_tools(net, TOKENIZER, [], rollout, problems=2, seed=5)
 
 
 def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, tmp_path, capsys):
