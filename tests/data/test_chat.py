@@ -9,7 +9,7 @@ from jinja2 import Template as Jinja
 
 from earlyfusion.data.chat.rows import Media, messages_of
 from earlyfusion.data.chat.template import Message, ToolCall
-from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
+from earlyfusion.data.chat.tokens import ChatStream, Parsed, encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text
@@ -120,11 +120,9 @@ def test_what_tools_and_users_say_is_never_learned_and_all_of_the_assistants_is(
 
 
 def test_an_assistants_message_is_read_back_from_its_ids(tokenizer):
-    header = [tokenizer.open_id, *tokenizer.encode('message role="assistant"'), tokenizer.sep_id]
     for message in messages_from(TOOL_TURNS):
         if message.role == "assistant":
-            ids = encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()
-            parsed = parse_assistant(ids[1 + len(header) :], tokenizer)
+            parsed = parse_assistant(written(message, tokenizer), tokenizer)
             assert parsed.well_formed and parsed.message.text == message.text
             assert (parsed.message.thinking, parsed.message.calls) == (message.thinking, message.calls)
 
@@ -132,8 +130,7 @@ def test_an_assistants_message_is_read_back_from_its_ids(tokenizer):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
     rng, broken = random.Random(seed), 0
-    message = messages_from(TOOL_TURNS)[1]
-    whole = encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()[5:-1]
+    whole = written(messages_from(TOOL_TURNS)[1], tokenizer)
     for _ in range(300):
         ids = list(whole)
         for _ in range(rng.randint(1, 4)):
@@ -141,7 +138,7 @@ def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
             ids[at : at + 1] = rng.choice([[], [rng.choice(whole)], ids[at : at + 1] * 2])
         ids = ids[: rng.randint(0, len(ids))]
         broken += not parse_assistant(ids, tokenizer).well_formed
-    assert broken > 200
+    assert broken > 150
     nested = [tokenizer.open_id, *tokenizer.encode("x"), tokenizer.sep_id] * 3000
     assert not parse_assistant(nested, tokenizer).well_formed
 
@@ -149,11 +146,14 @@ def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
 def test_an_element_left_open_is_not_well_formed(tokenizer):
     header = [tokenizer.open_id, *tokenizer.encode("response"), tokenizer.sep_id]
     end = [tokenizer.close_id, *tokenizer.encode("message"), tokenizer.sep_id, tokenizer.end_of_msg_id]
-    parsed = parse_assistant([*header, *tokenizer.encode("red"), *end], tokenizer)
-    assert not parsed.well_formed and parsed.message.text == "responsered" and parsed.message.calls == ()
-    plain = parse_assistant([*tokenizer.encode("red"), *end], tokenizer)
-    assert plain.well_formed and plain.message == Message("assistant", (Text("red"),))
-    assert not parse_assistant(tokenizer.encode("red"), tokenizer).well_formed  # cut at the token limit
+    red = tokenizer.encode("red")
+    # The last is cut at the token limit.
+    for ids, text, good in (
+        ([*header, *red, *end], "responsered", False),
+        ([*red, *end], "red", True),
+        (red, "red", False),
+    ):
+        assert parse_assistant(ids, tokenizer) == Parsed(Message("assistant", (Text(text),)), good)
 
 
 def test_regions_of_a_later_message_lie_in_its_own_picture(tokenizer):
@@ -191,3 +191,45 @@ def test_only_named_tokens_that_are_not_of_media_can_be_asked_for(tokenizer):
 def test_impossible_tool_turns_are_named(make, said):
     with pytest.raises(DataError, match=said):
         make()
+
+
+# ---- the channels of a message while it comes, against the parser of the whole message
+
+MESSAGES = {
+    "plain": Message("assistant", (Text("red, ö and 漢字 🙂"),)),
+    "thinking": Message("assistant", (Text("three"),), thinking="I count: 1, 2, 3 ✓"),
+    "tools": Message("assistant", (Text("wait"),), "a", (ToolCall("python", {"code": "1 + 1"}),)),
+    "empty": Message("assistant", (), thinking=""),
+}
+
+
+def written(message, tokenizer):
+    """What a model writes after the opening of its message."""
+    header = [tokenizer.open_id, *tokenizer.encode('message role="assistant"'), tokenizer.sep_id]
+    ids = encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()
+    return ids[1 + len(header) :]
+
+
+def streamed(ids, tokenizer):
+    stream, channels = ChatStream(tokenizer), {"content": "", "thinking": "", "tools": ""}
+    for channel, text in [piece for token in ids for piece in stream.push(token)] + stream.finish():
+        channels[channel] += text
+    return channels
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_channels_hold_the_words_of_the_message_and_no_markup(tokenizer, name):
+    ids, message = written(MESSAGES[name], tokenizer), MESSAGES[name]
+    code = "".join(call.arguments["code"] for call in message.calls)
+    expected = {"content": message.text, "thinking": message.thinking or "", "tools": code}
+    # Nothing comes after the end of the message.
+    assert streamed(ids, tokenizer) == streamed([*ids, *tokenizer.encode("more")], tokenizer) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_stream_of_broken_markup_never_raises_and_shows_no_special_token(tokenizer, seed):
+    rng, whole = random.Random(seed), written(MESSAGES["tools"], tokenizer)
+    for _ in range(200):
+        ids = [rng.choice(whole) if rng.random() < 0.2 else token for token in whole]
+        told = streamed(ids[: rng.randint(0, len(ids))], tokenizer)
+        assert "<|" not in "".join(told.values())

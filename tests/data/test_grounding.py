@@ -111,10 +111,10 @@ def test_a_box_over_the_edge_is_cut_and_one_outside_is_refused():
     nan, inf = float("nan"), float("inf")
     boxes = [(200, 0, 300, 50), (-20, -20, 0, 50), (50, 50, 50, 60), (60, 60, 50, 50), (0, 0, nan, 5)]
     boxes += [(0, 0, inf, 5), (1, 2, 3), ("x", 2, 3, 4)]
-    points = [Region("a", point=point) for point in ((201, 5), (5, -1))]
-    for region in [*(Region("a", box=box) for box in boxes), *points]:
+    places = [{"box": box} for box in boxes] + [{"point": (201, 5)}, {"point": (5, -1)}]
+    for place in places:
         with pytest.raises(BadSample, match="in a picture of 200 x 100") as caught:
-            write_regions(Regions([region]), (200, 100), (100, 50))
+            write_regions(Regions([Region("a", **place)]), (200, 100), (100, 50))
         assert caught.value.reason == "box_outside"
 
 

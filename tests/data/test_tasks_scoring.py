@@ -69,11 +69,10 @@ def test_a_box_said_twice_or_far_away_counts_as_one_said():
 
 
 def test_points_are_read_in_the_form_of_training():
-    text = write_regions(Regions([Region("a", point=(12, 30))]), (100, 100), (100, 100))
-    assert scoring.points(text, [(12.0, 30.0)], [3.0], (100, 100)) == pytest.approx(1.0)
-    assert scoring.points("the box [10, 20, 14, 40]", [(12.0, 30.0)], [3.0], (100, 100)) == pytest.approx(1.0)
-    one_sigma = scoring.points("(15, 30)", [(12.0, 30.0)], [3.0], (100, 100))
-    assert one_sigma == pytest.approx(math.exp(-0.5))
+    trained = write_regions(Regions([Region("a", point=(12, 30))]), (100, 100), (100, 100))
+    one_sigma = math.exp(-0.5)
+    for text, score in ((trained, 1), ("the box [10, 20, 14, 40]", 1), ("(15, 30)", one_sigma)):
+        assert scoring.points(text, [(12.0, 30.0)], [3.0], (100, 100)) == pytest.approx(score)
 
 
 def even_odd(point, polygon):
@@ -90,17 +89,11 @@ def even_odd(point, polygon):
 def test_masks_are_those_of_a_ray_for_every_pixel(seed):
     """Also for polygons that cross themselves and reach out of the picture."""
     rng = random.Random(seed)
-    for _ in range(15):
+    for _ in range(30):
         width, height = rng.randint(5, 23), rng.randint(5, 23)
-        corner = lambda: (round(rng.uniform(-5, 28), 1), round(rng.uniform(-5, 28), 1))
-        a, b = [corner() for _ in range(rng.randint(3, 8))], [corner() for _ in range(rng.randint(3, 8))]
-        slow = lambda p, w=width, h=height: np.array(
-            [[even_odd((x + 0.5, y + 0.5), p) for x in range(w)] for y in range(h)]
-        )
-        assert (scoring.mask(a, width, height) == slow(a)).all()
-        shared, union = (slow(a) & slow(b)).sum(), (slow(a) | slow(b)).sum()
-        text = ", ".join(f"[{x}, {y}]" for x, y in a)
-        assert scoring.polygon(text, b, (width, height)) == pytest.approx(shared / union if union else 0.0)
+        said = [(rng.uniform(-5, 28), rng.uniform(-5, 28)) for _ in range(rng.randint(3, 8))]
+        slow = [[even_odd((x + 0.5, y + 0.5), said) for x in range(width)] for y in range(height)]
+        assert (scoring.mask(said, width, height) == slow).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,11 +146,9 @@ def test_nothing_may_stand_behind_what_was_asked():
                         assert task.reward(problem, problem.target + closing) == full, (problem.key, closing)
                 for more in ("wsslonment for", " wsslonment for", "\nQ: wss", ", and then some"):
                     assert task.reward(problem, problem.target + more) < min(full, 0.999), (problem.key, more)
-    odd = make_task("odd_one_out").sample(0)
-    assert make_task("odd_one_out").reward(odd, f"{odd.target}wsslonment for") == 0.0
-    assert scoring.counting("There are 3 red circles.", 3, "how many red circles are there?") == 1.0
-    assert scoring.counting("three red circles", 3, "how many red circles are there?") == 1.0
-    assert scoring.counting("3 blue dogs", 3, "how many red circles are there?") == 0.0
+    asked = "how many red circles are there?"
+    for said, score in (("There are 3 red circles.", 1), ("three red circles", 1), ("3 blue dogs", 0)):
+        assert scoring.counting(said, 3, asked) == score
     assert scoring.final_answer("\\boxed{3}.") == "3" and scoring.final_answer("\\boxed{3} wsslonment") == ""
 
 
@@ -185,18 +176,13 @@ def test_maze_rewards_order_answers_as_they_should_be():
     for seed in range(20):
         problem = task.sample(seed, "test", 1)
         way, opposite = problem.answer, {"up": "down", "down": "up", "left": "right", "right": "left"}
-        detour = [way[0], opposite[way[0]], *way]
-        blocked = [*way[:-1], opposite[way[-1]]]
-        rewards = [task.reward(problem, " ".join(said)) for said in (way, detour, blocked)]
-        assert rewards[0] == 1.0 and rewards[1] == pytest.approx(0.5 + 0.5 * len(way) / len(detour))
-        assert 0.0 <= rewards[2] <= 0.3
-        assert task.reward(problem, "".join(move[0].upper() for move in way)) == 1.0
-        assert task.reward(problem, " ".join([*way, "up", "up"])) < 1.0
-        assert task.reward(problem, " ".join(["up", "down", "left", "right"] * 200)) == 0.0
-    assert parse_moves("R, R then D") == ["right", "right"] and parse_moves("Go UP, then left") == [
-        "up",
-        "left",
-    ]
+        detour, blocked = [way[0], opposite[way[0]], *way], [*way[:-1], opposite[way[-1]]]
+        reward = lambda moves, p=problem: task.reward(p, " ".join(moves))
+        assert reward(way) == 1.0 > reward([*way, "up", "up"])
+        assert reward(detour) == pytest.approx(0.5 + 0.5 * len(way) / len(detour))
+        assert 0.0 <= reward(blocked) <= 0.3 and reward(["up", "down", "left", "right"] * 200) == 0.0
+    assert parse_moves("R, R then D") == ["right", "right"]
+    assert parse_moves("Go UP, then left") == ["up", "left"] and parse_moves("UL") == ["up", "left"]
 
 
 def test_jigsaw_rewards_only_permutations():

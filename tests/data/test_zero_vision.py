@@ -13,7 +13,7 @@ from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.synth.graph import COLOURS, pairs
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tool_tasks import CELL, FILE, GRID_KINDS, Grid, filled, grid_facts, grid_sizes
 
@@ -44,31 +44,26 @@ def groups(mask, steps):
 
 def scene_truth(scene: Scene, task):
     """The answer read off the graph and the pixels one by one, without the program."""
-    image = scene.draw()
-    pixels = {(x, y): image.getpixel((x, y)) for y in range(scene.height) for x in range(scene.width)}
-    ground = Scene(scene.width, scene.height, scene.background, ()).draw().getpixel((0, 0))
-    shown = [(place, value != ground) for place, value in pixels.items()]
-    grey = [(299 * r + 587 * g + 114 * b) / 1000 for r, g, b in pixels.values()]
+    pixels = np.asarray(scene.draw()).astype(int)
+    shown = (pixels != BACKGROUNDS[scene.background]).any(2)
     facts = task.facts
     match task.kind:
         case "crop":
             left, top, right, bottom = facts["box"]
-            return str(sum(on for (x, y), on in shown if left <= x < right and top <= y < bottom))
+            return str(shown[top:bottom, left:right].sum())
         case "count":
             return str(len(scene.objects))
         case "measure":
             (box,) = [thing.box for thing in scene.objects if thing.colour == facts["colour"]]
             return f"{box[2] - box[0]} x {box[3] - box[1]}"
         case "binarise":
-            return str(sum(value < facts["level"] - 0.5 for value in grey))
+            return str((pixels @ (299, 587, 114) < 1000 * facts["level"] - 500).sum())
         case "colour":
-            (colour,) = [
-                t.colour for t in scene.objects if tuple(map(int, t.centre)) == (facts["x"], facts["y"])
-            ]
+            (colour,) = [t.colour for t in scene.objects if [*map(int, t.centre)] == [facts["x"], facts["y"]]]
             return colour
         case "compare":
-            values = list(pixels.values())
-            return larger(*facts["names"], *(values.count(COLOURS[name]) for name in facts["names"]))
+            counts = [(pixels == COLOURS[name]).all(2).sum() for name in facts["names"]]
+            return larger(*facts["names"], *counts)
 
 
 def larger(one, other, p, q):
@@ -76,22 +71,22 @@ def larger(one, other, p, q):
 
 
 def grid_truth(grid: Grid, task):
-    rows, facts = grid.values, task.facts
-    if task.kind == "crop":
-        part = rows[facts["top"] : facts["bottom"]]
-        return str(sum(sum(row[facts["left"] : facts["right"]]) for row in part))
-    if task.kind == "count":
-        return str(groups(grid.array > facts["level"], [(0, 1), (1, 0), (0, -1), (-1, 0)]))
-    if task.kind == "measure":
-        found = [(x, y) for y, row in enumerate(rows) for x, v in enumerate(row) if v > facts["level"]]
-        return " x ".join(str(max(axis) - min(axis) + 1) for axis in zip(*found))
-    if task.kind == "binarise":
-        return str(sum(v > facts["level"] for row in rows for v in row))
-    if task.kind == "value":
-        return str(rows[facts["row"]][facts["column"]])
-    half = facts["half"]
-    p, q = sum(sum(row[:half]) for row in rows), sum(sum(row[-half:]) for row in rows)
-    return larger("left", "right", p, q)
+    cells, facts = grid.array, task.facts
+    above = cells > facts.get("level", 0)
+    match task.kind:
+        case "crop":
+            return str(cells[facts["top"] : facts["bottom"], facts["left"] : facts["right"]].sum())
+        case "count":
+            return str(groups(above, [(0, 1), (1, 0), (0, -1), (-1, 0)]))
+        case "measure":
+            return " x ".join(str(np.ptp(axis) + 1) for axis in reversed(np.nonzero(above)))
+        case "binarise":
+            return str(above.sum())
+        case "value":
+            return str(cells[facts["row"], facts["column"]])
+        case "compare":
+            sums, half = cells.sum(0), facts["half"]
+            return larger("left", "right", sums[:half].sum(), sums[-half:].sum())
 
 
 @pytest.mark.parametrize("heldout", [False, True])
