@@ -18,11 +18,10 @@ import json
 import re
 import sys
 import tarfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.eval.benchmarks.base import BaseTask, mean
@@ -35,21 +34,16 @@ _WORD = re.compile(r"[^\W_]+")
 _READABLE = re.compile(r"\.(txt|md|html|py|jsonl|json|tar|parquet)(\.gz|\.zst)?$")
 
 
-@dataclass
-class Overlap:
+class Overlap(NamedTuple):
     """What was found. shares: question id -> share of its n-grams that stand in the training text (0 to 1).
-    too_short: ids of questions with fewer than SHORTEST words. words: of training text read. files: name ->
-    n-grams found in it."""
+    hit: those above 0. too_short: ids of questions with fewer than SHORTEST words. words: of training text
+    read. files: name -> n-grams found in it."""
 
-    shares: dict[str, float] = field(default_factory=dict)
-    too_short: list[str] = field(default_factory=list)
-    words: int = 0
-    files: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def hit(self) -> dict[str, float]:
-        """The shares of questions with any n-gram in common."""
-        return {key: round(share, 4) for key, share in self.shares.items() if share > 0}
+    shares: dict[str, float]
+    hit: dict[str, float]
+    too_short: list[str]
+    words: int
+    files: Counter[str]
 
 
 def find_overlap(
@@ -63,34 +57,36 @@ def find_overlap(
         raise EvalError(f"--ngram {n}: give at least {SHORTEST} words; shorter runs occur everywhere")
 
     # The grams of every question, and all of one length together.
-    result = Overlap()
+    too_short: list[str] = []
     own: dict[str, set[str]] = {}
-    sought: dict[int, set[str]] = {}
+    sought: dict[int, set[str]] = defaultdict(set)
     for question in questions:
         # Worked examples are shared by all questions and would all be found together.
         row = question.meta.get("row")
         text = row["question"] if row else prompt_text(question.prompt)
         words = _words(" ".join([text, *question.choices]))
         if len(words) < SHORTEST:
-            result.too_short.append(question.id)
+            too_short.append(question.id)
             continue
         # A question shorter than n words would never be found with grams of n.
         length = min(n, len(words))
         own[question.id] = _grams(words, length)
-        sought.setdefault(length, set()).update(own[question.id])
+        sought[length] |= own[question.id]
 
     # One pass over the training text, whatever the number of questions.
     found: set[str] = set()
+    files, read = Counter[str](), 0
     for name, text in documents:
         words = _words(text)
-        result.words += len(words)
+        read += len(words)
         # Most questions have the full length, so this is one pass and a few short ones.
         for length, grams in sought.items():
             here = _grams(words, length) & grams
             found |= here
-            result.files[name] += len(here)
-    result.shares = {key: len(grams & found) / len(grams) for key, grams in own.items()}
-    return result
+            files[name] += len(here)
+    shares = {key: len(grams & found) / len(grams) for key, grams in own.items()}
+    hit = {key: round(share, 4) for key, share in shares.items() if share > 0}
+    return Overlap(shares, hit, too_short, read, files)
 
 
 def _words(text: str) -> list[str]:
@@ -120,49 +116,43 @@ def _file_texts(file: Path) -> Iterator[str]:
     if file.suffix == ".parquet":
         for row in read_rows(file):
             yield "\n".join(_strings(row))
-    elif file.suffix == ".gz":
-        with gzip.open(file, "rb") as raw:
-            yield from _texts(file.stem, raw)  # type: ignore[arg-type]
-    elif file.suffix == ".zst":
+        return
+    opened: Any = gzip.open if file.suffix == ".gz" else open
+    if file.suffix == ".zst":
         try:
             import zstandard
         except ModuleNotFoundError:
             raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
-        with zstandard.open(file, "rb") as raw:
-            yield from _texts(file.stem, raw)
-    else:
-        with file.open("rb") as raw:
-            yield from _texts(file.name, raw)
+        opened = zstandard.open
+    with opened(file, "rb") as raw:
+        yield from _texts(file.name.removesuffix(".gz").removesuffix(".zst"), raw)
 
 
-def _texts(name: str, raw: BinaryIO) -> Iterator[str]:
-    """The text of a file; of JSON all strings, a line (or the file) at a time."""
+def _texts(name: str, raw: Any) -> Iterator[str]:
+    """The text of an open file; of JSON all strings, a line (or the file) at a time."""
     if name.endswith(".tar"):
         # A stream: shards are read once, from front to back.
         with tarfile.open(fileobj=raw, mode="r|") as tar:
             for member in tar:
                 if member.isfile() and _READABLE.search(member.name):
-                    yield from _texts(member.name, tar.extractfile(member))  # type: ignore[arg-type]
-        return
-    if not name.endswith((".jsonl", ".json")):
-        yield raw.read().decode("utf-8", "replace")
+                    yield from _texts(member.name, tar.extractfile(member))
         return
     for part in raw if name.endswith(".jsonl") else [raw.read()]:
+        text = part.decode("utf-8", "replace")
         try:
-            if part.strip():
-                yield "\n".join(_strings(json.loads(part.decode("utf-8", "replace"))))
+            if name.endswith((".jsonl", ".json")) and text.strip():
+                text = "\n".join(_strings(json.loads(text)))
         except ValueError:
             raise EvalError(f"{name}: not valid JSON") from None
+        yield text
 
 
 def _strings(value: Any) -> Iterator[str]:
     """All strings of a JSON value, however deep."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        yield from _strings(list(value.values()))
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings(inner)
 
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, request_seed
-from earlyfusion.eval.explain import explain
 from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import (
     EvalError,
@@ -42,6 +41,20 @@ from earlyfusion.eval.protocol import (
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 
+EXAMPLES = 3
+BASELINES = {
+    "chance": "what guessing among the options earns",
+    "majority": "what always giving the most frequent answer earns",
+}
+UNREAD = (
+    "what to do: the model does not answer in the form that is asked for; take a form that compares"
+    " log-likelihoods (--form mcf or cf) where the task has one, a model that was tuned on such answers, or"
+    " --chat"
+)
+WRONG = (
+    "what to do: the answers are in the right form and wrong; compare them with the targets in records.jsonl"
+    " (--out), and the data's answers with what the model was taught to say"
+)
 SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"
 METHODS: dict[type, str] = {
     GenerateRequest: "generate",
@@ -205,6 +218,35 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
     return [results[place] for place in range(len(requests))]
 
 
+# why a score is nothing
+
+
+def explain(task: BaseTask, metrics: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
+    """Lines for beneath the table: what the task itself has to say, and why a score is 0. Of private tasks no
+    answer."""
+    lines = task.explain(metrics)
+    if task.kind != "generate" or metrics.get("score") != 0:
+        return lines
+
+    # Unread answers and wrong ones call for different remedies.
+    unread = metrics["unextracted"]
+    lines.append(
+        f"score 0: none of {len(records)} answers is right; nothing could be read out of {unread:.0%} of them"
+    )
+    if not task.private:
+        # A model that says nothing says it often; one of each is enough.
+        found: dict[str, str] = {}
+        for record in records:
+            output = record["output"]
+            text = output if isinstance(output, str) else output[0]
+            found[text] = f"{text.strip()[:60]!r} where {record.get('target')!r} was expected"
+        lines.append(f"the model said {'; '.join(list(found.values())[:EXAMPLES])}")
+    for key, text in BASELINES.items():
+        if metrics.get(key) is not None:
+            lines.append(f"{key} {metrics[key]:.3f} is {text}")
+    return [*lines, UNREAD if unread > 0.5 else WRONG]
+
+
 # files
 
 
@@ -227,21 +269,19 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
             f"{folder}: holds another run ({'; '.join(changes)}); use a new --out, or remove that folder"
         )
     write_json(path, settings)
-    (folder / RECORDS).touch()
+    # What a killed run left of its last line is cut off: the next record begins a line of its own.
+    with (folder / RECORDS).open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
     return read_records(folder / RECORDS)
 
 
 def read_records(path: Path) -> Records:
-    """Complete lines of a records file by (id, repeat). A last line without its end (a killed run) is cut
-    off. Raises EvalError for a line that is no record."""
-    # A killed run leaves half a line at most, and only as the last.
-    content = path.read_bytes() if path.is_file() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-
+    """Complete lines of a records file by (id, repeat); of several with one key the last. Raises EvalError
+    for a line that is no record."""
     records: Records = {}
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+    # A killed run leaves half a line at most, and only as the last.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
         try:
             record = json.loads(line)
             records[str(record["id"]), int(record["repeat"])] = record

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -33,17 +33,8 @@ SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
 SOLVED_ELSE = 0.999
 BINS = 10
-MEANS = {
-    "accuracy": "solved",
-    "ended": "ended",
-    "accuracy_4x": "solved_4x",
-    "ended_4x": "ended_4x",
-    "score": "score",
-    "p_target": "p_target",
-    "confidence": "confidence",
-    "entropy": "entropy",
-}
-"""Name in a summary -> field whose mean it is."""
+MEANS = ("accuracy", "ended", "accuracy_4x", "ended_4x", "score", "p_target", "confidence", "entropy")
+"""Figures of a summary that are the mean of a field; accuracy is that of "solved"."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +106,9 @@ def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
     for label, records in by_problem(measured).items():
         part = list(records.values())
         row: dict[str, float] = {"n": len(part)}
-        for name, field in MEANS.items():
-            row[name] = float(np.mean([getattr(one, field) for one in part]))
+        for name in MEANS:
+            values = [getattr(one, name.replace("accuracy", "solved")) for one in part]
+            row[name] = float(np.mean(values))
         row["ece"] = ece([one.confidence for one in part], [one.solved for one in part])
         # Powers of two are evenly spaced on the axis on which pass@k is read.
         # pass@k for powers of two, as far as every problem has samples.
@@ -136,8 +128,7 @@ def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:
     lines = []
     for one in measured:
         # A picture can be drawn again from the key, and would be most of the file.
-        fields = asdict(replace(one, picture=None))
-        del fields["picture"]
+        fields = {name: value for name, value in vars(one).items() if name != "picture"}
         lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
     return write_atomic(path, "".join(lines))
 
@@ -149,13 +140,14 @@ def load_measured(path: str | Path) -> list[Measured]:
             f"{path}: no such file; expected measurements as `earlyfusion measure --out DIR` writes them"
         )
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    text = Path(path).read_text(encoding="utf-8")
+    for number, line in enumerate(filter(None, text.split("\n")), 1):
         try:
-            if line:
-                fields = json.loads(line)
-                ended, sampled = fields.pop("ended"), tuple(fields.pop("sampled"))
-                found.append(Measured(**fields, ended=ended, sampled=sampled))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            fields = json.loads(line)
+            found.append(
+                Measured(**{**fields, "ended": fields["ended"], "sampled": tuple(fields["sampled"])})
+            )
+        except (ValueError, TypeError, LookupError) as error:
             raise DataError(
                 f"{path} line {number}: not a measurement ({error}; without 'ended' cut answers were"
                 " judged by their beginning); measure again"
@@ -181,24 +173,18 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
 
     Raises DataError when they have none in common.
     """
-    first, second = by_problem(before), by_problem(after)
+    first = by_problem(before)
     rows: list[dict[str, Any]] = []
-    for label, records in second.items():
+    for label, records in by_problem(after).items():
         # Only problems that both answered: a difference of two sets would compare the sets.
-        keys = [key for key in records if key in first.get(label, {})]
-        for metric, value in METRICS.items() if keys else ():
-            sides = [[part[label][key] for key in keys] for part in (first, second)]
-            if metric == "pass@1" and not all(one.sampled for side in sides for one in side):
+        pairs = [(first[label][key], one) for key, one in records.items() if key in first.get(label, {})]
+        for metric, value in METRICS.items() if pairs else ():
+            if metric == "pass@1" and not all(one.sampled for pair in pairs for one in pair):
                 continue
-            a, b = (np.array([value(one) for one in side], dtype=np.float64) for side in sides)
+            a, b = np.array([[value(one) for one in pair] for pair in pairs], dtype=np.float64).T
             # Problem by problem: what both find hard cancels out.
             difference = mean_estimate(b - a)
-            row: dict[str, Any] = {
-                "label": label,
-                "metric": metric,
-                "before": float(a.mean()),
-                "after": float(b.mean()),
-            }
+            row = {"label": label, "metric": metric, "before": float(a.mean()), "after": float(b.mean())}
             row |= {**difference.to_dict(), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
             rows.append(row)
     if not rows:

@@ -1,4 +1,8 @@
-"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON and pictures.
+"""What an evaluation during training leaves for the report: results, answers to samples, AttnRes weights.
+
+A result is one JSON object per measurement, `<run>/eval/<name>_<step>.json`, complete or absent. Keys common
+to all: `name` (str, which measurement), `step` (int, optimizer step of the weights measured); the rest is the
+measurement's own. Sample pictures show what the model says of a few fixed held-out samples:
 
     records = answer_samples(model, tokenizer, samples)  # [{"prompt", "answer", "reference", "picture"}]
     save_samples(run_dir, step, records)                 # run/samples/step_0000123.json and its pictures
@@ -13,22 +17,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image as PilImage
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video
-from earlyfusion.eval.results import STEP_DIGITS
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import generate
+from earlyfusion.model.generate import evaluating, generate
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import unpatchify
 
+STEP_DIGITS = 7
 THUMBNAIL = 256  # longest side of a saved picture, pixels
 OPENING, GOES_ON = 160, 160
 """Characters of a text alone: what is shown of its beginning, what it is compared with."""
+
+
+def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:
+    """Save one measurement; `payload` may hold numbers, strings, lists and dicts. Returns the file's path."""
+    path = Path(run_dir) / "eval" / f"{name}_{step:0{STEP_DIGITS}d}.json"
+    return write_json(path, {"name": name, "step": step, **payload})
 
 
 def prompted(sample: Sample) -> Sample | None:
@@ -124,3 +135,41 @@ def thumbnail(picture: PilImage.Image) -> PilImage.Image:
         return copy.resize((copy.width * factor, copy.height * factor), PilImage.Resampling.NEAREST)
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
+
+
+def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
+    """Mean mixing weights over the tokens of one packed batch; None for a model without Attention Residuals.
+
+    batch: a PackedBatch on the model's device. Returns, for `save_result` under the name
+    "attnres": `sublayers` (names of the mixes, in order), `sources` ("embedding", "block 1", ..., and "own
+    block" for the running sum of the sub-layer's own block), `image` and `text`: one row per sub-layer with a
+    weight per source, None where the sub-layer does not read that source. Rows sum to 1. A kind of token the
+    batch does not hold is left out.
+    """
+    if model.config.text.attn_res == "none":
+        return None
+    # Tokens of pictures are told from those of texts by their places.
+    image_T = torch.zeros_like(batch.ids, dtype=torch.bool)
+    image_T[batch.media_positions] = True
+    masks = {"image": image_T, "text": ~image_T & (batch.source_ids >= 0)}  # filler is neither
+    with evaluating(model):
+        recorder = model.decoder.attnres_weights(model.embed(batch), batch.segments, masks)
+
+    # A mix reads the finished blocks, and the running sum of its own block where that has begun.
+    width = 1 + max(len(means["text"]) - own for (_, means), own in zip(recorder.rows, recorder.has_partial))
+    blocks = [f"block {number}" for number in range(1, width - 1)]
+    result: dict[str, Any] = {
+        "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
+        "sources": ["embedding", *blocks, "own block"],
+    }
+    for kind, mask_T in masks.items():
+        # A kind of token that the batch lacks has no mean.
+        if not mask_T.any():
+            continue
+        result[kind] = rows = []
+        for (_, means), own in zip(recorder.rows, recorder.has_partial):
+            # Finished sources from the left, the own block's running sum in the last column.
+            weights: list[float | None] = means[kind].tolist()
+            last = weights.pop() if own else None
+            rows.append([*weights, *[None] * (width - 1 - len(weights)), last])
+    return result

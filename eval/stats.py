@@ -213,16 +213,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # several seeds
 
 
-def sampling_variance(samples: Sequence[ArrayLike]) -> float:
+def sampling_variance(samples: Sequence[Sequence[float]]) -> float:
     """Variance of the mean over n questions that comes from sampling k answers each: mean of s_i^2 / k_i,
     over n.
 
     nan when a question was asked only once.
     """
-    groups = [np.asarray(x, dtype=np.float64) for x in samples]
-    if min(map(len, groups)) < 2:
+    if min(len(group) for group in samples) < 2:
         return math.nan
-    return float(np.mean([x.var(ddof=1) / len(x) for x in groups])) / len(groups)
+    return float(np.mean([np.var(group, ddof=1) / len(group) for group in samples])) / len(samples)
 
 
 def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) -> Estimate:

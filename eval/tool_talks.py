@@ -1,5 +1,8 @@
-"""Conversations with the Python tool, played by a model: it asks for programs, the sandbox answers, it says
-the result.
+"""The turn of the tool, in which an assistant's calls of `python` run in the sandbox and are answered with
+tool messages, and conversations with it played by a model:
+
+    parsed = parse_assistant(ids, tokenizer)
+    messages += [parsed.message, *answer_calls(parsed.message, sandbox, {"image.png": picture})]
 
     played = play_talks(model, tokenizer, talks, sandbox)      # greedily, the first question of every talk
     report = summary(played)                                   # shares by kind of question, and of all
@@ -17,25 +20,63 @@ Four things are asked of a model, each only counted where the one before it held
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
-from earlyfusion.data.sample import Image
+from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.sandbox.host import Sandbox
-from earlyfusion.eval.tool_turns import TOOL, answer_calls
+from earlyfusion.eval.sandbox.host import ProgramResult, Sandbox
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
 
+TOOL = "python"
+MAX_CALLS = 8
+"""Calls of one message that are run; the others are told so."""
 MEASURES = ("well_formed", "called", "ran", "result", "answered")
 MAX_MESSAGES = 3
 """Messages of the assistant for one question: a call, a correction, the answer."""
+
+
+def picture_files(messages: Sequence[Message]) -> dict[str, Any]:
+    """The pictures of a conversation by the names they have for programs: image.png, image2.png, ..."""
+    # In the order in which the model sees them, which is how it will count them.
+    pictures = [part.open() for message in messages for part in message.content if isinstance(part, Image)]
+    return {f"image{i + 1 if i else ''}.png": picture for i, picture in enumerate(pictures)}
+
+
+def answer_calls(
+    message: Message, sandbox: Sandbox, files: Mapping[str, Any]
+) -> tuple[list[Message], list[ProgramResult | None]]:
+    """One tool message for every call, in order, with the result of its program (None: there was none to
+    run).
+
+    A call of another tool, or without a string `code`, is answered with one line that says what was expected.
+    """
+    answers: list[Message] = []
+    results: list[ProgramResult | None] = []
+    for number, call in enumerate(message.calls):
+        # Whatever the model asked for is answered with one line, so that the talk can go on.
+        code = call.arguments.get("code")
+        result = None
+        if call.tool != TOOL:
+            text = f"no tool {call.tool!r}; there is {TOOL}(code)"
+        elif not isinstance(code, str):
+            text = f"{TOOL} needs one argument: code, a string"
+        elif number >= MAX_CALLS:
+            text = f"not run: at most {MAX_CALLS} calls in one message"
+        else:
+            result = sandbox.run(code, files)
+            text = result.text
+
+        answers.append(Message("tool", (Text(text),), tool=call.tool, index=number + 1))
+        results.append(result)
+    return answers, results
 
 
 @dataclass
@@ -59,17 +100,14 @@ class Played:
     @property
     def marks(self) -> dict[str, bool]:
         """MEASURES of this talk."""
-        formed = called = right = False
-        if self.said:
-            first, last = self.said[0], self.said[-1]
-            formed = self.formed
-            called = formed and any(_runnable(call) for call in first.calls)
-            # An answer of the tool, or a call for it, is no last word.
-            answered = self.ended and last.role == "assistant" and not last.calls
-            right = answered and last.text.strip() == self.talk.turns[0].answer
+        first, last = self.said[0], self.said[-1]
+        called = self.formed and any(_runnable(call) for call in first.calls)
+        # An answer of the tool, or a call for it, is no last word.
+        answered = self.ended and last.role == "assistant" and not last.calls
+        right = answered and last.text.strip() == self.talk.turns[0].answer
         # Each mark only counts where the one before it held.
         ran = called and self.ran
-        return dict(zip(MEASURES, (formed, called, ran, ran and self.result, right), strict=True))
+        return dict(zip(MEASURES, (self.formed, called, ran, ran and self.result, right), strict=True))
 
     def take(self, parsed: Parsed, sandbox: Sandbox, ended: bool) -> None:
         """One message of the assistant, and the tool's answers to it. ended: the message did, not its

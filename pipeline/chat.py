@@ -26,7 +26,7 @@ from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.sources.folder import PICTURES
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Sandbox
-from earlyfusion.eval.tool_turns import answer_calls, picture_files
+from earlyfusion.eval.tool_talks import answer_calls, picture_files
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.engine.engine import Engine

@@ -26,15 +26,20 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source, kind_of
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TaskOptions
-from earlyfusion.eval.results import save_result
-from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
+from earlyfusion.eval.samples import (
+    answer_samples,
+    attnres_weights,
+    has_media,
+    prompted,
+    save_result,
+    save_samples,
+)
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion

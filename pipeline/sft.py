@@ -36,11 +36,9 @@ from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.data.sources.base import kind_of
 from earlyfusion.data.sources.zero_vision import ZeroVision
 from earlyfusion.eval.heldout import summary as summarise
-from earlyfusion.eval.results import save_result
-from earlyfusion.eval.samples import thumbnail
+from earlyfusion.eval.samples import save_result, thumbnail
 from earlyfusion.eval.sandbox.host import Sandbox
-from earlyfusion.eval.tool_talks import MEASURES, Played, play_talks, summary, transcript
-from earlyfusion.eval.tool_turns import picture_files
+from earlyfusion.eval.tool_talks import MEASURES, Played, picture_files, play_talks, summary, transcript
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline import build, cli, evaluate

@@ -28,7 +28,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.prepare.read import InputOptions
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, spread, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, summarize
 from earlyfusion.eval.benchmarks.heldout import All
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
 
@@ -93,17 +93,16 @@ class BitsPerByte(BaseTask):
         # Whatever `prepare` reads, as long as every sample is text alone.
         samples = All(str(path), "auto", InputOptions())
         for number in range(len(samples)):
-            key = samples.key(number)
             try:
                 sample = samples.read(number)
             except DataError as error:  # a number that leaves documents out would be another measure
-                raise EvalError(f"{self.name}: {path.name}, sample {key}: {error}") from None
+                raise EvalError(f"{self.name}: {path.name}, sample {samples.key(number)}: {error}") from None
             if not all(isinstance(segment, Text) for segment in sample.segments):
                 raise EvalError(
-                    f"{self.name}: {path}: sample {key} holds a picture, video or regions, and this task"
-                    " measures text alone; --tasks heldout measures both"
+                    f"{self.name}: {path}: sample {sample.key} holds a picture, video or regions, and this"
+                    " task measures text alone; --tasks heldout measures both"
                 )
-            yield key, sample.text
+            yield sample.key, sample.text
 
     def data_hash(self) -> str:
         """sha256 over ids and texts."""
@@ -111,9 +110,7 @@ class BitsPerByte(BaseTask):
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question per document."""
-        # Documents have no categories; a limit takes the first ones.
-        documents = self.documents()
-        for key, text in spread(documents, [""] * len(documents), limit):
+        for key, text in self.documents()[:limit]:
             yield Question(key, text, None)
 
     def requests(self, question: Question, repeat: int) -> Sequence[RollingRequest]:
@@ -132,14 +129,14 @@ class BitsPerByte(BaseTask):
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""
         # One long document counts by its bytes, not as one of many.
-        total = {key: math.fsum(record[key] for record in records) for key in ("bits", "bytes", "predicted")}
-        texts = dict(self.documents())
+        facts, texts = ("bits", "bytes", "predicted"), dict(self.documents())
+        bits, size, predicted = (sum(record[fact] for record in records) for fact in facts)
         return {
             **summarize(records),
-            "score": -total["bits"] / total["bytes"],
-            "bits_per_byte": total["bits"] / total["bytes"],
-            "bits_per_token": total["bits"] / max(total["predicted"], 1),
+            "score": -bits / size,
+            "bits_per_byte": bits / size,
+            "bits_per_token": bits / max(predicted, 1),
             "documents": len(records),
-            "bytes": int(total["bytes"]),
+            "bytes": size,
             **compressed_bits_per_byte([texts[record["id"]] for record in records]),
         }

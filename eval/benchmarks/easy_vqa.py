@@ -9,7 +9,7 @@ loop asks the same task; with a limit the scores are over that many questions sp
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -32,17 +32,14 @@ CATEGORIES = dict.fromkeys(("yes", "no"), "yes/no") | dict.fromkeys(SHAPES, "sha
 
 def questions_of(split: str) -> list[tuple[Picture, str, str]]:
     """(picture, question, answer) of all questions of "test" or "train" in the split's order."""
-    asked = []
-    for entry in load_split(split):
-        asked += [(entry, question, answer) for question, answer in entry.questions]
-    return asked
+    return [(entry, *asked) for entry in load_split(split) for asked in entry.questions]
 
 
 def majority_answers() -> dict[str, str]:
     """Question text -> its most frequent answer in the training split (ties: the alphabetically first)."""
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for _, question, answer in questions_of("train"):
-        counts.setdefault(question, Counter())[answer] += 1
+        counts[question][answer] += 1
     return {question: min(c, key=lambda answer: (-c[answer], answer)) for question, c in counts.items()}
 
 
@@ -85,17 +82,13 @@ class EasyVqaTask(PictureTask):
         """With the picture, then blind; 13 options each in the form "choice"."""
         if self.form == "generate":
             return super().requests(question, repeat)
-        asked = []
-        for prompt in self.prompts(question):
-            asked += [ScoreRequest(prompt, answer_text(answer)) for answer in ANSWERS]
-        return asked
+        options = [answer_text(answer) for answer in ANSWERS]
+        return [ScoreRequest(prompt, option) for prompt in self.prompts(question) for option in options]
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """As PictureTask; in the form "choice" every view has 13 likelihoods."""
         if self.form == "choice":
-            outputs = [
-                outputs[first : first + len(ANSWERS)] for first in range(0, len(outputs), len(ANSWERS))
-            ]
+            outputs = list(zip(*[iter(outputs)] * len(ANSWERS)))
         return super().score(question, repeat, outputs)
 
     def judged(self, question: Question, output: Any) -> Record:

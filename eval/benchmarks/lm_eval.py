@@ -84,16 +84,10 @@ def _generation(args: tuple[str, dict[str, Any]], number: int, seed: int) -> Gen
     # do_sample goes before the temperature, which tasks leave set.
     if "do_sample" in options:
         temperature = (temperature or 1.0) if options["do_sample"] else 0.0
-    return GenerateRequest(
-        prompt=context,
-        max_new_tokens=int(
-            options.get("max_gen_toks") or options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
-        ),
-        stop=tuple(filter(None, [until] if isinstance(until, str) else until)),
-        temperature=temperature,
-        top_p=float(options.get("top_p") or 1.0),
-        seed=request_seed(seed, str(number), 0),
-    )
+    longest = options.get("max_gen_toks") or options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+    stop = tuple(filter(None, [until] if isinstance(until, str) else until))
+    own = request_seed(seed, str(number), 0)
+    return GenerateRequest(context, int(longest), stop, temperature, float(options.get("top_p") or 1.0), own)
 
 
 def write_override(name: str, data: Mapping[str, Path], index: Mapping[str, Any], folder: Path) -> str:
@@ -135,16 +129,15 @@ def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> 
 
 def _files(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """split -> file for every split the task names, and the kind of loader."""
-    # Only splits that the task reads are looked for.
-    splits = [config[key] for key in SPLIT_KEYS if config.get(key)]
     asked = config.get("test_split") or config.get("validation_split") or "test"
     files = {asked: path}
     if path.is_dir():
         files = {}
-        for split in splits:
-            for file in sorted(path.glob(f"{split}.*")) + sorted(path.glob(f"{split[:5]}.*")):  # valid.jsonl
-                if file.suffix in ENDINGS:
-                    files.setdefault(split, file)
+        # Only splits that the task reads are looked for.
+        for split in (config[key] for key in SPLIT_KEYS if config.get(key)):
+            for file in sorted(path.glob(f"{split[:5]}*")):  # valid.jsonl as well
+                if file.suffix in ENDINGS and file.name.split(".")[0] in (split, split[:5]):
+                    files[split] = file
     if asked not in files:
         raise EvalError(f"--data {path}: holds no {asked}.jsonl (or .json, .csv, .parquet)")
     return {split: str(file) for split, file in files.items()}, ENDINGS[files[asked].suffix]
@@ -206,25 +199,17 @@ def evaluate(
 
 
 def run_harness(
-    model: Model,
-    names: Sequence[str],
-    data: Mapping[str, Path],
-    *,
-    limit: int | None = None,
-    shots: int | None = None,
-    seed: int = 0,
-    out: Path | None = None,
+    model: Model, names: Sequence[str], data: Mapping[str, Path], *, seed: int, out: Path | None, **how: Any
 ) -> None:
     """The verb's --harness lm-eval: run, print the harness' tables, write OUT/lm_eval.json. data "": the path
-    of tasks that have none of their own."""
-    found = evaluate(lm_eval_model(model, seed=seed), names, data, limit=limit, shots=shots)
+    of tasks that have none of their own. how: as in `evaluate`."""
+    found = evaluate(lm_eval_model(model, seed=seed), names, data, **how)
     from lm_eval.utils import make_table
 
     for table in ("results", "groups"):
         if found.get(table):
             print(make_table(found, table))
     if out is not None:
-        payload = {"harness": "lm-eval", "model": model.identity()}
-        payload |= {key: found[key] for key in KEPT if key in found}
-        path = write_json(out / "lm_eval.json", payload)
+        kept = {key: found[key] for key in KEPT if key in found}
+        path = write_json(out / "lm_eval.json", {"harness": "lm-eval", "model": model.identity(), **kept})
         print(f"results: {path}", file=sys.stderr)

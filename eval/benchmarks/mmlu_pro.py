@@ -71,15 +71,14 @@ class MmluPro(BaseTask):
     def rows(self) -> tuple[list[Row], list[Row]]:
         """(test, validation), cleaned."""
         path = self.data_path()
+        test = data_files(path, *(name.format("test") for name in FILES))
         folder = path if path.is_dir() else path.parent
-        files = [data_files(path, *(name.format("test") for name in FILES))]
         try:
-            files.append(data_files(folder, *(name.format("validation") for name in FILES)))
+            validation = data_files(folder, *(name.format("validation") for name in FILES))
         except EvalError:  # told when an example is needed: --shots 0 needs none
-            files.append([])
+            validation = []
         # Cleaned at once: a broken row is named before a model is loaded.
-        test, validation = ([clean(row) for row in chain(*map(read_rows, some))] for some in files)
-        return test, validation
+        return _cleaned(test), _cleaned(validation)
 
     def data_hash(self) -> str:
         """sha256 over the cleaned rows of both splits, the same for every file format."""
@@ -108,12 +107,13 @@ class MmluPro(BaseTask):
                     f"{self.name}: category {category!r} has {len(examples)} validation examples, {count} are"
                     " needed; put the validation split beside the test split, or lower --shots"
                 )
-            for row in chosen:
-                if row["category"] == category:
-                    prompt = self.head(category, examples) + self.block(row)
-                    meta = {"row": row, "examples": examples}
-                    choices = tuple(row["options"])
-                    yield Question(str(row["question_id"]), prompt, row["answer"], category, choices, meta)
+            for row in (row for row in chosen if row["category"] == category):
+                prompt, meta = (
+                    self.head(category, examples) + self.block(row),
+                    {"row": row, "examples": examples},
+                )
+                key, choices = str(row["question_id"]), tuple(row["options"])
+                yield Question(key, prompt, row["answer"], category, choices, meta)
 
     def head(self, category: str, examples: Sequence[Row]) -> str:
         """What all questions of a category have in common."""
@@ -169,8 +169,9 @@ class MmluPro(BaseTask):
         """Micro average over questions (and macro_score over categories); for cot also score_strict and the
         levels."""
         result = summarize(records, ("score", "score_strict", "score_sum"))
-        for level in (1, 2, 3) if self.form == "cot" else ():
-            result[f"level_{level}"] = mean([record["level"] == level for record in records])
+        if self.form == "cot":
+            for level in (1, 2, 3):
+                result[f"level_{level}"] = mean([record["level"] == level for record in records])
         return result
 
 
@@ -206,6 +207,10 @@ def rescore(path: Path, levels: int = 3) -> dict[str, Any]:
     return {"differences": differences, "levels": levels, **summarize(records, ("score", "score_strict"))}
 
 
+def _cleaned(files: Iterable[Path]) -> list[Row]:
+    return [clean(row) for file in files for row in read_rows(file)]
+
+
 def clean(row: Row) -> Row:
     """The fields that count, options stripped and without "N/A"."""
     where = f"mmlu_pro question {row.get('question_id')!r}"
@@ -216,6 +221,5 @@ def clean(row: Row) -> Row:
         raise EvalError(f"{where}: answer {answer!r} is not a letter of its {len(options)} options")
 
     texts = {key: str(need(row, key, where)) for key in ("question", "category")}
-    worked = str(row.get("cot_content") or "")
-    number = row["question_id"]
-    return {"question_id": number, **texts, "options": options, "answer": answer, "cot_content": worked}
+    texts["cot_content"] = str(row.get("cot_content") or "")
+    return {"question_id": row["question_id"], **texts, "options": options, "answer": answer}

@@ -58,22 +58,17 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
     """
     # Blanks around the answer let " B " match a letter that stands alone.
     answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
-    for form in ("({})", " {} ", "{}."):
-        letters = [form.format(letter) for letter in LETTERS[: len(options)]]
-        if letter := _last_said(answer, letters):
-            return letter
-    if len(answer.split()) <= 5:
-        return None
-    return _last_said(answer.lower(), [option.lower() for option in options])
-
-
-def _last_said(answer: str, words: Sequence[str]) -> str | None:
-    """Letter of those words that stand last in the answer."""
-    found, last = None, -1
-    for letter, word in zip(LETTERS, words):
-        if word.strip() and answer.rfind(word) > last:
-            found, last = letter, answer.rfind(word)
-    return found
+    ways = [(form, LETTERS[: len(options)], answer) for form in ("({})", " {} ", "{}.")]
+    if len(answer.split()) > 5:
+        ways.append(("{}", [option.lower() for option in options], answer.lower()))
+    for form, words, said in ways:
+        # Reversed: of two options that end at one place the first one stays.
+        places = {
+            said.rfind(form.format(words[i])): i for i in reversed(range(len(words))) if words[i].strip()
+        }
+        if max(places, default=-1) >= 0:
+            return LETTERS[places[max(places)]]
+    return None
 
 
 @benchmark("mmmu", "exam questions with pictures, MMMU format, own file")
@@ -208,15 +203,14 @@ def _check_pictures(row: dict[str, Any], text: str) -> None:
 def _interleave(text: str, row: dict[str, Any], folder: Path) -> list[Segment]:
     """Texts and pictures in order; a picture stands where it is first named, later mentions stay words."""
     segments: list[Segment] = []
-    shown: set[str] = set()
     start = 0
     for match in _PLACEHOLDER.finditer(text):
-        name = f"image_{match[1]}"
-        if name in shown:
+        # A mention that stands again before this one has been shown there.
+        if match[0] in text[: match.start()]:
             continue
-        shown.add(name)
         if match.start() > start:
             segments.append(Text(text[start : match.start()]))
+        name = f"image_{match[1]}"
         segments.append(Image(_picture(row.get(name), name, folder)))
         start = match.end()
     return [*segments, Text(text[start:])]

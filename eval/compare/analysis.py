@@ -10,6 +10,7 @@ points.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,6 @@ from earlyfusion.eval.compare.load import Arm, TaskRun, aligned
 from earlyfusion.eval.stats import (
     ALPHA,
     Array,
-    Estimate,
     bootstrap_interval,
     clustered_estimate,
     holm,
@@ -71,8 +71,13 @@ def compare_arms(
     for task in tasks:
         entry = _task(base.of(task), treated.of(task), options)
         if control is not None:
-            start = (control_base or base).of(task)
-            entry |= _against_control(entry["paired"], control.of(task), start, options)
+            # Both changes on the same questions, so their difference is paired as well.
+            runs = control.of(task)
+            own = question_means(runs) - question_means((control_base or base).of(task))
+            entry["control"] = side(runs)
+            entry["control_delta"] = clustered_estimate(own, runs[0].clusters).to_dict()
+            beyond = _tested(entry["paired"] - own, runs[0].clusters, options)
+            entry["difference_in_differences"] = beyond
         entries.append(entry)
 
     # Holm's family are all tasks of one view: seen, blind and in words are asked apart.
@@ -96,14 +101,14 @@ def _task(base: Sequence[TaskRun], treated: Sequence[TaskRun], options: Options)
     first = base[0]
     # Question by question: the order of both is that of the ids, checked by `aligned`.
     a, b = question_means(base), question_means(treated)
-    metrics = first.summary.get("metrics") or {}
+    rows = "\n".join(f"{key}\t{repeat}\t{hashed}" for (key, repeat), hashed in sorted(first.prompts.items()))
     entry: dict[str, Any] = {
         "task": first.task,
         "view": first.view,
-        "n": len(first.ids),
+        "n": len(a),
         "clusters": len(set(first.clusters)),
         "data_hash": first.data_hash,
-        "prompt_hash": first.prompt_hash,
+        "prompt_hash": hashlib.sha256(rows.encode()).hexdigest(),
         "base": side(base),
         "treated": side(treated),
         "paired": b - a,
@@ -114,35 +119,26 @@ def _task(base: Sequence[TaskRun], treated: Sequence[TaskRun], options: Options)
         "baselines": {},
     }
     if not first.view:
+        metrics = first.summary.get("metrics") or {}
         entry["baselines"] = {name: metrics.get(name) for name in ("chance", "majority")}
 
     # The part of the SE that more samples a question would remove; nan with one answer a question.
-    noise = [sampling_variance(run.samples) / len(arm) ** 2 for arm in (base, treated) for run in arm]
-    entry["delta"]["sampling_se"] = None if math.isnan(sum(noise)) else math.sqrt(sum(noise))
+    noise = sum(sampling_variance(run.samples) / len(arm) ** 2 for arm in (base, treated) for run in arm)
+    entry["delta"]["sampling_se"] = None if math.isnan(noise) else math.sqrt(noise)
     if len(base) == len(treated) == 1:
         # Answers of one run an arm are won or lost; means over seeds are not.
-        table = mcnemar(a, b)
-        entry["delta"]["mcnemar"] = table
+        table = entry["delta"]["mcnemar"] = mcnemar(a, b)
         if table is not None:
             seen = max(table["discordance"], 3 / len(a))
             entry["delta"]["smallest_delta_mcnemar"] = smallest_delta(len(a), seen)
-    else:
-        entry["seeds"] = _seeds(base, treated, _headline(b - a, first), options)
+        return entry
+
+    # Intervals over seeds (one number a seed: its mean over the questions), and over both together.
+    before, after = entry["base"]["seeds"], entry["treated"]["seeds"]
+    seeds = seed_estimate(before, after, paired=options.paired_seeds)
+    both = questions_and_seeds(clustered_estimate(b - a, first.clusters), seeds)
+    entry["seeds"] = {"base": before, "treated": after, "seeds": seeds.to_dict(), "both": both.to_dict()}
     return entry
-
-
-def _against_control(
-    difference: Array, control: Sequence[TaskRun], start: Sequence[TaskRun], options: Options
-) -> dict[str, Any]:
-    """What the control changed, and what the treatment changed beyond it."""
-    run = control[0]
-    # Both changes on the same questions, so their difference is paired as well.
-    own = question_means(control) - question_means(start)
-    return {
-        "control": side(control),
-        "control_delta": _headline(own, run).to_dict(),
-        "difference_in_differences": _tested(difference - own, run.clusters, options),
-    }
 
 
 def question_means(runs: Sequence[TaskRun]) -> Array:
@@ -154,19 +150,14 @@ def side(runs: Sequence[TaskRun]) -> dict[str, Any]:
     """What is said of one arm on one task: score, its standard error, each seed, unextracted share, answer
     length."""
     # The same clusters as for the difference, or the two intervals could not be read together.
-    estimate = _headline(question_means(runs), runs[0])
-    found: dict[str, Any] = {"score": estimate.value, "se": estimate.se}
-    found |= {"low": estimate.low, "high": estimate.high}
-    found["seeds"] = [run.mean for run in runs]
+    estimate = clustered_estimate(question_means(runs), runs[0].clusters).to_dict()
+    found = {"score": estimate["value"], **{name: estimate[name] for name in ("se", "low", "high")}}
+    found["seeds"] = [float(run.scores.mean()) for run in runs]
     for name in ("unextracted", "tokens"):
-        known = [getattr(run, name) for run in runs if getattr(run, name) is not None]
+        known = [run.said[name] for run in runs if name in run.said]
         found[name] = sum(known) / len(known) if known else None
     found["model"] = [run.summary.get("model") for run in runs]
     return found
-
-
-def _headline(values: Array, run: TaskRun) -> Estimate:
-    return clustered_estimate(values, run.clusters)
 
 
 def _tested(difference: Array, clusters: Sequence[str], options: Options) -> dict[str, Any]:
@@ -198,17 +189,6 @@ def delta_of(a: Array, b: Array, run: TaskRun, options: Options) -> dict[str, An
         "mcnemar": None,
         "smallest_delta_mcnemar": None,
     }
-
-
-def _seeds(
-    base: Sequence[TaskRun], treated: Sequence[TaskRun], questions: Estimate, options: Options
-) -> dict[str, Any]:
-    """Intervals over seeds, and over questions and seeds together."""
-    # One number a seed: its mean over the questions.
-    before, after = [run.mean for run in base], [run.mean for run in treated]
-    seeds = seed_estimate(before, after, paired=options.paired_seeds)
-    both = questions_and_seeds(questions, seeds)
-    return {"base": before, "treated": after, "seeds": seeds.to_dict(), "both": both.to_dict()}
 
 
 def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[dict[str, Any]]:

@@ -14,21 +14,19 @@ task their data hashes, their questions and every prompt are equal; `aligned` re
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.eval.harness import RECORDS, SUMMARY, read_records
 from earlyfusion.eval.stats import Array
-from earlyfusion.kernels.errors import one_line
 
-RECORDS = "records.jsonl"
 VIEWS = {"blind": "blind_score", "words": "words_score"}
 """Further lines of a task: name -> key of the record. Beside them stands "seeing": score - blind_score."""
 LARGEST = 1e100
@@ -41,46 +39,28 @@ class CompareError(DataError):
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of one run. Question i has the id `ids[i]` (in order) and the scores `samples[i]`, whose mean
-    is `scores[i]`."""
+    """One task of one run. Question i (in the order of the ids) has the scores `samples[i]`, whose mean is
+    `scores[i]`."""
 
     task: str
+    view: str
+    """"" for the task's own score, else one of VIEWS, or "seeing"."""
     folder: Path
-    ids: tuple[str, ...]
-    samples: tuple[list[float], ...]
-    categories: tuple[str, ...]
-    clusters: tuple[str, ...]
+    summary: dict[str, Any]
+    samples: list[list[float]]
+    scores: Array
+    categories: list[str]
+    clusters: list[str]
     prompts: dict[tuple[str, int], str]
     """(id, repeat) -> hash of the prompt"""
-    summary: dict[str, Any]
-    view: str = ""
-    """"" for the task's own score, else one of VIEWS, or "seeing"."""
-    unextracted: float | None = None
-    """Share of answers nothing could be read from; None where the task extracts nothing."""
-    tokens: float | None = None
-    """Mean generated tokens an answer."""
-
-    @cached_property
-    def scores(self) -> Array:
-        """Mean of every question's samples."""
-        return np.array([np.mean(group) for group in self.samples])
-
-    @property
-    def mean(self) -> float:
-        """Mean over questions."""
-        return float(self.scores.mean())
+    said: dict[str, float]
+    """Of the task's own answers: "unextracted", the share nothing could be read from (absent where the task
+    extracts nothing), and "tokens", the mean generated tokens."""
 
     @property
     def data_hash(self) -> str:
         """Of the questions' data."""
         return str(self.summary.get("data_hash") or "")
-
-    @property
-    def prompt_hash(self) -> str:
-        """Over (id, repeat, prompt hash) of all rows."""
-        # Sorted: two runs that answered in another order asked the same.
-        rows = "\n".join(f"{i}\t{repeat}\t{hashed}" for (i, repeat), hashed in sorted(self.prompts.items()))
-        return hashlib.sha256(rows.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,7 @@ def load_arm(label: str, given: str, metric: str = "score") -> Arm:
     return Arm(label, tuple(load_run(folder, metric) for folder in folders), tuple(folders))
 
 
-def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
+def load_run(folder: Path, metric: str) -> dict[str, TaskRun]:
     """All tasks of one evaluation folder (or of a single task's folder)."""
     if not folder.is_dir():
         raise CompareError(f"{folder}: no such folder; give the --out folder of earlyfusion eval")
@@ -123,11 +103,18 @@ def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
     return runs
 
 
-def load_task(path: Path, metric: str = "score") -> list[TaskRun]:
+def load_task(path: Path, metric: str) -> list[TaskRun]:
     """The records of one task: the task's own line, then its views. Raises CompareError for rows that lack
     what is needed."""
-    rows = _rows(path)
-    summary = _summary(path.with_name("summary.json"))
+    records = read_records(path)
+    rows = [records[key] for key in sorted(records)]
+    try:
+        summary = dict(json.loads(path.with_name(SUMMARY).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        rows = []
+    if not rows:
+        raise CompareError(f"{path.parent}: the evaluation did not finish: run it again, to the end")
+
     # A line of its own for every view that all records have.
     values = {"": [_number(row, metric, path) for row in rows]}
     for view, key in VIEWS.items():
@@ -138,80 +125,40 @@ def load_task(path: Path, metric: str = "score") -> list[TaskRun]:
 
     # What all lines share: the questions, where they belong, how they were put.
     name = str(summary.get("task") or path.parent.resolve().name)
-    # Reversed, so that the first record of a question is the one that stays.
-    first = {str(row["id"]): row for row in reversed(rows)}
-    order = sorted(first)
-    categories = tuple(str(first[key].get("category") or "all") for key in order)
-    clusters = tuple(str(first[key].get("cluster") or key) for key in order)
-    prompts = {(str(row["id"]), int(row.get("repeat") or 0)): str(row.get("prompt_hash")) for row in rows}
+    first = {key: row for (key, _), row in reversed(sorted(records.items()))}
+    categories = [str(first[key].get("category") or "all") for key in sorted(first)]
+    clusters = [str(first[key].get("cluster") or key) for key in sorted(first)]
+    prompts = {key: str(row.get("prompt_hash")) for key, row in records.items()}
+    unread = [row["extracted"] is None for row in rows if "extracted" in row]
+    tokens = [row["tokens"] for row in rows if row.get("tokens") is not None]
+    answers = (("unextracted", unread), ("tokens", tokens))
+    said = {what: float(np.mean(known)) for what, known in answers if known}
 
     lines = []
     for view, numbers in values.items():
-        samples: dict[str, list[float]] = {key: [] for key in order}
-        for row, number in zip(rows, numbers):
-            samples[str(row["id"])].append(number)
-        # The view is part of the name: Holm and the tables see tasks of their own.
-        task = f"{name} ({view})" if view else name
-        questions = (tuple(order), tuple(samples.values()), categories, clusters, prompts)
-        lines.append(TaskRun(task, path.parent, *questions, summary, view))
-
-    # What is said of the answers belongs to the task's own line.
-    extracted = [row["extracted"] is None for row in rows if "extracted" in row]
-    tokens = [float(row["tokens"]) for row in rows if _is_number(row.get("tokens"))]
-    unread = float(np.mean(extracted)) if extracted else None
-    lines[0] = replace(lines[0], unextracted=unread, tokens=float(np.mean(tokens)) if tokens else None)
+        samples: dict[str, list[float]] = defaultdict(list)
+        for (key, _), number in zip(sorted(records), numbers):
+            samples[key].append(number)
+        scores = np.array([np.mean(group) for group in samples.values()])
+        # The view is part of the name: Holm and the tables see tasks of their own. What is said of the
+        # answers belongs to the task's own line.
+        about = (f"{name} ({view})" if view else name, view, path.parent, summary)
+        parts = (list(samples.values()), scores, categories, clusters, prompts)
+        lines.append(TaskRun(*about, *parts, {} if view else said))
     return lines
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Rows in the order of (id, repeat); a question written twice by a resumed run counts once, the last
-    time."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    # Other tools may have written the file: every line is looked at.
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            rows[str(row["id"]), int(row.get("repeat") or 0)] = row
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CompareError(
-                f"{path}:{number}: not a record ({type(error).__name__}: {one_line(error)}); expected a JSON"
-                " object with id, prompt_hash and score; run earlyfusion eval again with the same --out to"
-                " mend the file"
-            ) from None
-    if not rows:
-        raise CompareError(f"{path}: no rows; run earlyfusion eval to the end first")
-    return [row for _, row in sorted(rows.items())]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < LARGEST
-
-
 def _number(row: dict[str, Any], metric: str, path: Path) -> float:
-    metrics = row.get("metrics")
-    if not isinstance(metrics, dict):
-        metrics = {}
     # The score is the record's own whatever a metric of that name says.
-    value = {**row, **metrics, "score": row.get("score")}.get(metric)
+    metrics = {**(row.get("metrics") or {}), "score": row.get("score")}
+    value = {**row, **metrics}.get(metric)
     # NaN compares as false, so it is no number either.
-    if not _is_number(value):
-        listed = ", ".join(["score", *metrics])
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise CompareError(
-            f"{path}: question {row['id']!r} has no number {metric!r} (known here: {listed}); choose another"
-            " --metric or evaluate again"
+            f"{path}: question {row['id']!r} has no number {metric!r} (known here: {', '.join(metrics)});"
+            " choose another --metric or evaluate again"
         )
-    return float(value)  # type: ignore[arg-type]
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        raise CompareError(
-            f"{path}: missing or unreadable; the evaluation did not finish: run it again"
-        ) from None
+    return float(value)
 
 
 # equal questions

@@ -68,6 +68,8 @@ class EngineModel(TokenModel):
         super().__init__(batch_size, batch_tokens)
         self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
         self.chat = chat
+        # A question stands as in pretraining ("Q: ... A:"), where no chat form says otherwise.
+        self.asks_qa = not chat
         text = model.config.text
         self.begin_id = text.bos_token_id
         self.stop_ids = {text.eos_token_id, tokenizer.special_ids.get(END_OF_MSG)}
@@ -91,12 +93,6 @@ class EngineModel(TokenModel):
             return super().encode_prompt(prompt, shared)
         message = Message("user", as_message(prompt))
         return _piece(encode_chat([message], self.tokenizer, self.model.config.vision))
-
-    @property
-    def asks_qa(self) -> bool:
-        """Whether a question is to stand as in pretraining ("Q: ... A:"), where no chat form says
-        otherwise."""
-        return not self.chat
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""

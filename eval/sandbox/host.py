@@ -14,7 +14,6 @@ be encoded and shown on a terminal; only a sandbox that cannot be used raises. L
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -92,11 +91,6 @@ class Limits:
     """Characters of each stream, and of the value, that are kept."""
     imports: tuple[str, ...] = IMPORTS
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "imports" and not value > 0:
-                raise DataError(f"sandbox limit {name} = {value}: expected a positive number")
-
 
 @dataclass(frozen=True)
 class ProgramResult:
@@ -160,9 +154,8 @@ class Sandbox:
             self._stop()
 
     def _stop(self) -> None:
-        if self._channel is not None:
+        if self._channel is not None and self._server is not None:
             self._channel.close()
-        if self._server is not None:
             self._server.kill()
             self._server.wait()
         self._channel = self._server = None
@@ -190,16 +183,13 @@ class Sandbox:
         )
         # The server has its own; when ours closes it sees the end.
         theirs.close()
-        ours.settimeout(_START_S)
-        try:
-            ready = ours.recv(16)
-        except OSError:
-            ready = b""
         self._channel = ours
-        if ready != b"ready":
-            self._stop()
-            raise SandboxError(f"the sandbox did not start within {_START_S:.0f} s; its message stands above")
-        return ours
+        ours.settimeout(_START_S)
+        with contextlib.suppress(OSError):
+            if ours.recv(16) == b"ready":
+                return ours
+        self._stop()
+        raise SandboxError(f"the sandbox did not start within {_START_S:.0f} s; its message stands above")
 
     def check(self) -> ProgramResult:
         """The result of an empty program, which names the walls that stand. Where some are missing and may
@@ -223,25 +213,28 @@ class Sandbox:
         started or a wall is missing; nothing for what a program does.
         """
         # Before anything is started: a wrong name is the caller's mistake, not the program's.
-        content = {_checked(name): _bytes(value) for name, value in (files or {}).items()}
+        for name in files or {}:
+            plain = name not in ("", ".", "..") and "/" not in name and not _UNSAFE.search(name)
+            if not plain or len(name.encode("utf-8", "replace")) > 255:
+                raise DataError(f"sandbox file {name!r}: expected a plain file name such as 'image.png'")
         try:
             folder = os.path.realpath(tempfile.mkdtemp(prefix="program-"))
             try:
                 uid = _job_uid(next(self._numbers))
-                _mount(content, Path(folder), uid)
-                return self._run(code, folder, uid, limits or self.limits)
+                _mount(files or {}, Path(folder), uid)
+                return self._run(limits or self.limits, code=code, folder=folder, uid=uid)
             finally:
                 remove_folder(folder)
         except OSError as error:
             raise SandboxError(f"the sandbox cannot start a program: {error}") from error
 
-    def _run(self, code: str, folder: str, uid: int, limits: Limits) -> ProgramResult:
-        job = {**asdict(limits), "code": code, "folder": folder, "uid": uid, "mark": secrets.token_hex(16)}
+    def _run(self, limits: Limits, **program: Any) -> ProgramResult:
+        job = {**asdict(limits), **program, "mark": secrets.token_hex(16)}
         job |= {"allow_weaker": self.allow_weaker, "python_walls": self._python_walls}
         with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
             file.write(json.dumps(job).encode())
             file.seek(0)
-            source = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            source = os.open(job["folder"], os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, source)
             # The supervisor gets the ends to write; the caller keeps those to read, and the one to stop it.
             reads, writes = {}, []
@@ -264,20 +257,17 @@ class Sandbox:
         if missing and not self.allow_weaker:
             raise SandboxError(_refusal(missing))
         if status and "layers" not in status and not status.get("stopped"):
-            raise SandboxError(f"the sandbox could not build its walls: {_plain(_text(data['stderr']), 300)}")
+            raise SandboxError(f"the sandbox could not build its walls: {_plain(data['stderr'], 300)}")
         return _result(data, status, job["mark"], limits, flooded)
 
     def _send(self, descriptors: list[int]) -> None:
         with self._lock:
-            for attempt in (0, 1):
-                channel = self._start()
-                try:
-                    socket.send_fds(channel, [b"run"], descriptors)
+            for _ in range(2):  # a server that was killed is started again
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._start(), [b"run"], descriptors)
                     return
-                except OSError as error:
-                    self._stop()
-                    if attempt:
-                        raise SandboxError(f"the sandbox cannot be reached: {error}") from None
+                self._stop()
+        raise SandboxError("the sandbox cannot be reached: its server ends at once; its message stands above")
 
 
 def _job_uid(number: int) -> int:
@@ -291,26 +281,14 @@ def _job_uid(number: int) -> int:
     return max(first + length - 1 for first, _, length in ranges)
 
 
-def _checked(name: str) -> str:
-    plain = name not in ("", ".", "..") and "/" not in name and not _UNSAFE.search(name)
-    if not plain or len(name.encode("utf-8", "replace")) > 255:
-        raise DataError(f"sandbox file {name!r}: expected a plain file name such as 'image.png'")
-    return name
-
-
-def _bytes(content: Any) -> bytes:
-    if isinstance(content, PILImage.Image):
-        buffer = io.BytesIO()
-        content.save(buffer, "PNG")
-        return buffer.getvalue()
-    if isinstance(content, Path):
-        return content.read_bytes()
-    return content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
-
-
-def _mount(files: Mapping[str, bytes], folder: Path, uid: int) -> None:
+def _mount(files: Mapping[str, Any], folder: Path, uid: int) -> None:
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        if isinstance(content, PILImage.Image):
+            content.save(folder / name, "PNG")
+        elif isinstance(content, str):
+            (folder / name).write_text(content, encoding="utf-8", errors="replace", newline="")
+        else:
+            (folder / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
         # Given files are not to be changed: the next call of the conversation finds them again.
         os.chmod(folder / name, 0o444)
     if os.geteuid() == 0 and uid:
@@ -319,40 +297,12 @@ def _mount(files: Mapping[str, bytes], folder: Path, uid: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder, however deep and whatever its modes; never raises. What lies in a folder of it is
-    first moved up beside that folder, so neither the length of a path nor a stack limits it."""
-
-    def take(name: str) -> bool:
-        """Delete one entry of the top, or make it a shallower one; whether that could be done."""
-        try:
-            with contextlib.suppress(IsADirectoryError, PermissionError):
-                os.unlink(name, dir_fd=top)
-                return True
-            os.chmod(name, 0o700, dir_fd=top)
-            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-            try:
-                for entry in os.listdir(inside):
-                    try:
-                        os.unlink(entry, dir_fd=inside)
-                    except OSError:
-                        os.chmod(entry, 0o700, dir_fd=inside)
-                        os.rename(entry, secrets.token_hex(16), src_dir_fd=inside, dst_dir_fd=top)
-            finally:
-                os.close(inside)
-            os.rmdir(name, dir_fd=top)
-            return True
-        except OSError:
-            return False
-
-    with contextlib.suppress(OSError):
-        os.chmod(folder, 0o700)
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            while any([take(name) for name in os.listdir(top)]):
-                pass
-        finally:
-            os.close(top)
-        os.rmdir(folder)
+    """Delete a folder, however deep and whatever its modes; never raises."""
+    # These walk without recursion and by descriptors: neither the length of a path nor a stack limits them.
+    # Folders without rights are opened first, where plain removal has failed.
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        if os.path.exists(folder):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL)
 
 
 def _refusal(missing: Mapping[str, str]) -> str:
@@ -400,9 +350,9 @@ def _collect(
 def _lines(text: bytearray) -> dict[str, Any]:
     """The supervisor's JSON objects, one a line, in one dict; a last one may be torn where it was killed."""
     found: dict[str, Any] = {}
-    for line in bytes(text).split(b"\n"):
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            found.update(json.loads(line))
+            found |= json.loads(line)
     return found
 
 
@@ -420,20 +370,17 @@ def _told(text: bytearray, mark: str) -> tuple[dict[str, str], list[str]]:
         except (ValueError, AttributeError, RecursionError):
             entry, more = {}, own
         strange |= bool(more)
-        if "refused" in entry:
-            refused.append(entry["refused"])
-        else:
-            answer.update(entry)
+        if told := entry.pop("refused", None):
+            refused.append(told)
+        answer |= entry
     return answer, [*refused, "result channel"] if strange else refused
 
 
-def _text(data: bytearray) -> str:
-    return bytes(data).decode("utf-8", "replace")
-
-
-def _plain(text: str, limit: int) -> str:
+def _plain(text: str | bytearray, limit: int) -> str:
     """Text that can be encoded, and shown on a terminal without doing anything there, of at most `limit`
     characters."""
+    if not isinstance(text, str):
+        text = text.decode("utf-8", "replace")
     # Cut before anything is replaced: a program may write megabytes of controls.
     text = text[: limit + 1].replace("\r\n", "\n")
     text = _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
@@ -446,7 +393,7 @@ def _result(
     """What the supervisor saw comes before what the program said."""
     told, refusals = _told(data["result"], mark)
     refused = tuple(_plain(what, 80) for what in refusals[:64])
-    cpu_s = float(status.get("cpu_s", 0.0))
+    cpu_s = status.get("cpu_s", 0.0)
     reason, error = told.get("reason", ""), told.get("error", "")
     if reason not in REASONS:
         reason, error = "error", "the program ended without a result"
@@ -456,12 +403,12 @@ def _result(
         reason = "forbidden"
     return ProgramResult(
         reason=cast(Reason, reason),
-        stdout=_plain(_text(data["stdout"]), limits.max_chars),
-        stderr=_plain(_text(data["stderr"]), limits.max_chars),
+        stdout=_plain(data["stdout"], limits.max_chars),
+        stderr=_plain(data["stderr"], limits.max_chars),
         value=_plain(told.get("value", ""), limits.max_chars),
         error=_plain(error, 1000),
         refused=refused,
-        seconds=float(status.get("seconds", 0.0)),
+        seconds=status.get("seconds", 0.0),
         cpu_s=cpu_s,
         layers=tuple(status.get("layers", ())),
         missing=tuple(status.get("missing", ())),

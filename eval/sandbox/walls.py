@@ -303,30 +303,20 @@ def close_doors(walls: Walls, job: dict, used: int) -> None:
 def too_much(folder: str, most_bytes: float, most_files: int) -> bool:
     """Whether a folder outside a file system of its own holds more; one nested deep, or unreadable, counts as
     more."""
-    left = [most_bytes, most_files]
 
-    def look(where: int, depth: int) -> bool:
-        with os.scandir(where) as entries:
-            for entry in entries:
-                left[0] -= entry.stat(follow_symlinks=False).st_blocks * 512
-                left[1] -= 1
-                if min(left) < 0 or depth > MAX_DEPTH:
-                    return True
-                if entry.is_dir(follow_symlinks=False):
-                    inside = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=where)
-                    try:
-                        if look(inside, depth + 1):
-                            return True
-                    finally:
-                        os.close(inside)
-        return False
+    def unreadable(error: OSError) -> None:
+        raise error
 
-    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return look(top, 0)
+        # By descriptors: a name that is swapped for a link while it is looked at leads nowhere.
+        for path, folders, files, where in os.fwalk(folder, onerror=unreadable):
+            for name in (*folders, *files):
+                most_bytes -= os.stat(name, dir_fd=where, follow_symlinks=False).st_blocks * 512
+            most_files -= len(folders) + len(files)
+            if most_bytes < 0 or most_files < 0 or path.count("/") > MAX_DEPTH:
+                return True
     except FileNotFoundError:  # it changes while it is looked at; the next look is soon
         return False
     except OSError:
         return True
-    finally:
-        os.close(top)
+    return False

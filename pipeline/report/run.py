@@ -13,7 +13,7 @@ Every part of a folder is optional, other keys and files are ignored; run.html s
                   `max_logit` {"<layer>": [largest attention logit per head]}
   event "guard"   `kind`, `action`, `message`
   other events    listed in the run's diary if they carry `message`
-`eval/*.json`     files of `eval/results.py`: easy_vqa, bpb, heldout, attnres; answer_loss and
+`eval/*.json`     files of `eval/samples.py`: easy_vqa, bpb, heldout, attnres; answer_loss and
                   tool_talks_<source> of a chat stage
 `samples/*.json`  files of `eval/samples.py`; an image is a data URI or a path relative to the run folder
 `recipe.toml`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)

@@ -33,7 +33,7 @@ from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Limits, ProgramResult, Sandbox, SandboxError
-from earlyfusion.eval.tool_turns import answer_calls
+from earlyfusion.eval.tool_talks import answer_calls
 from earlyfusion.model.engine import requests as engine
 from earlyfusion.model.engine.requests import PausedSample
 from earlyfusion.rl.recipe import RolloutSection

@@ -43,15 +43,6 @@ def test_bits_equal_a_sum_over_single_windows(window):
     assert (found["bytes"], found["documents"]) == (SIZE, 4)
 
 
-def test_a_model_that_knows_nothing_pays_log2_of_the_vocabulary_per_token():
-    model = own_model(0)
-    with torch.no_grad():
-        model.model.decoder.lm_head.weight.zero_()
-    assert measured(model)["bits_per_token"] == pytest.approx(
-        math.log2(model.tokenizer.vocab_size), rel=RELATIVE
-    )
-
-
 @pytest.mark.skipif(shutil.which("gzip") is None, reason="no gzip program here")
 def test_compressors_agree_with_the_gzip_program(tmp_path):
     documents = ["spam and eggs " * 500, "def f(x):\n    return x\n" * 300]

@@ -1,9 +1,9 @@
 """Shared n-grams are found wherever training text is kept, and only those."""
 
 import gzip
-import io
 import json
 import random
+import shutil
 import tarfile
 
 import pytest
@@ -48,45 +48,34 @@ def test_shares_are_those_of_a_plain_comparison_of_word_tuples(seed, n):
 
 
 def test_text_is_found_in_every_kind_of_file(tmp_path):
-    marks = {}
-    for kind in ("txt", "jsonl", "jsonl.gz", "json", "tar", "parquet"):
-        marks[kind] = f"mark{kind.replace('.', '')}"
-    (tmp_path / "a.txt").write_text(marks["txt"])
-    write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"content": marks["jsonl"]}]}])
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"text": marks["jsonl.gz"]}) + "\n")
-    (tmp_path / "d.json").write_text(json.dumps({"x": [1, {"y": marks["json"]}]}))
+    (tmp_path / "a.txt").write_text("mark1")
+    write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"content": "mark2"}]}])
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "mark3"}\n'))
+    (tmp_path / "d.json").write_text('{"x": [1, {"y": "mark4"}]}')
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "shard" / "1.txt").write_text("mark5")
+    (tmp_path / "shard" / "1.jpg").write_text("picture")
     with tarfile.open(tmp_path / "shard-000.tar", "w") as tar:
-        for name, content in (("1.txt", marks["tar"]), ("1.jpg", "markpicture")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content.encode()))
+        tar.add(tmp_path / "shard", "s")
+    shutil.rmtree(tmp_path / "shard")
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
-    parquet.write_table(arrow.table({"text": [marks["parquet"]], "n": [1]}), str(tmp_path / "e.parquet"))
+    parquet.write_table(arrow.table({"text": ["mark6"], "n": [1]}), str(tmp_path / "e.parquet"))
     found = " ".join(text for _, text in training_texts(tmp_path))
-    assert all(mark in found for mark in marks.values()) and "markpicture" not in found
+    assert all(f"mark{n}" in found for n in range(1, 7)) and "picture" not in found
     with pytest.raises(EvalError, match="no such"):
         list(training_texts(tmp_path / "none"))
 
 
 def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_path, capsys):
     folder = mmlu_pro_folder(tmp_path / "data")
-    made = MmluPro(TaskOptions(data=folder))
-    question = next(q for q in made.questions() if q.id == "101")
-    shards = tmp_path / "train"
-    row = question.meta["row"]
-    write_jsonl(
-        shards / "web.jsonl",
-        [{"text": "nothing"}, {"text": f"seen: {row['question']} {' '.join(row['options'])}"}],
-    )
-    out = tmp_path / "out"
-    run_task(
-        Scripted(say=lambda r: f"The answer is ({'B' if 'number 1 of computer' in r.prompt else 'J'})."),
-        made,
-        out=out,
-    )
+    made, shards, out = MmluPro(TaskOptions(data=folder)), tmp_path / "train", tmp_path / "out"
+    (row,) = [q.meta["row"] for q in made.questions() if q.id == "101"]
+    seen = f"seen: {row['question']} {' '.join(row['options'])}"
+    write_jsonl(shards / "web.jsonl", [{"text": "nothing"}, {"text": seen}])
+    letter = lambda r: "B" if "number 1 of computer" in r.prompt else "J"
+    run_task(Scripted(say=lambda r: f"The answer is ({letter(r)})."), made, out=out)
     capsys.readouterr()
     words = ["--contamination", shards, "--tasks", "mmlu_pro", "--data", folder, "--out", out, "--ngram", 10]
     assert cli.main(["eval", *map(str, words)]) == 0

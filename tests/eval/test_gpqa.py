@@ -95,12 +95,10 @@ def test_broken_files_are_refused_without_quoting_them(tmp_path, row, error, mes
 
 
 def test_the_order_depends_on_the_question_and_the_repeat_alone():
-    orders = {(q, r): permutation(q, r) for q in ("rec1", "rec2", "rec3") for r in range(6)}
-    assert orders == {key: permutation(*key) for key in reversed(orders)}
-    assert len({tuple(order) for order in orders.values()}) > 6
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders.values())
-    firsts = [permutation(f"q{n}", 0).index(0) for n in range(4000)]
-    assert all(abs(firsts.count(k) / 4000 - 0.25) < 0.03 for k in range(4))
+    orders = [permutation(f"q{n}", n % 3) for n in range(4000)]
+    assert orders == [permutation(f"q{n}", n % 3) for n in range(4000)]
+    assert permutation("q0", 0) != permutation("q0", 1)
+    assert all(abs(sum(order[0] == k for order in orders) / 4000 - 0.25) < 0.03 for k in range(4))
 
 
 @FORMS
@@ -123,14 +121,6 @@ def test_a_model_that_knows_the_answers_scores_one_in_every_repeat(data, form):
     metrics = run_task(Scripted(say, value), made)["metrics"]
     assert (metrics["score"], metrics["n"], metrics["samples"], metrics["chance"]) == (1.0, 12, 48, 0.25)
     assert set(metrics["by_category"]) == {"A", "B", "C"}
-
-
-def test_averages_over_repeats_are_averages_of_averages(data):
-    metrics = run_task(Scripted(say=lambda r: "Answer: A"), task(data[0], samples=8))["metrics"]
-    share = [sum(permutation(f"rec{n}", r)[0] == 0 for r in range(8)) / 8 for n in range(12)]
-    mean = sum(share) / 12
-    assert metrics["score"] == pytest.approx(mean)
-    assert metrics["standard_error"] == pytest.approx((sum((s - mean) ** 2 for s in share) / 11 / 12) ** 0.5)
 
 
 def test_the_prompts_are_those_of_simple_evals_and_lm_eval(data):

@@ -2,13 +2,12 @@
 directories."""
 
 import json
-import sys
 
 import pytest
 from eval_cases import MMLU_PRO, hf_folder, hf_model, mmlu_pro_folder, own_model, write_jsonl
 
 from earlyfusion.eval.benchmarks.base import choice_requests
-from earlyfusion.eval.benchmarks.lm_eval import evaluate, lm_eval_model, require_lm_eval
+from earlyfusion.eval.benchmarks.lm_eval import evaluate, lm_eval_model
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import EvalError, Generation, RollingRequest, ScoreRequest, TaskOptions
 from earlyfusion.model.hub.folder import save_model
@@ -120,9 +119,3 @@ def test_private_and_unknown_benchmarks_are_refused():
     for name, message in names.items():
         with pytest.raises(EvalError, match=message):
             evaluate(lm_eval_model(own_model(0)), [name], {})
-
-
-def test_without_lm_eval_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(EvalError, match=r"earlyfusion\[eval\]"):
-        require_lm_eval()

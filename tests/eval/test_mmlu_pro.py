@@ -77,12 +77,6 @@ def test_examples_are_dropped_until_the_prompt_fits(data):
     assert request.prompt[: request.shared].endswith("\n\n")
 
 
-def test_only_examples_of_the_own_category_are_shown(data):
-    for question in task(data, form="mcf").questions():
-        other = {"math": "computer science", "computer science": "math"}[question.category]
-        assert f"of {question.category}?" in question.prompt and f"of {other}?" not in question.prompt
-
-
 @pytest.mark.parametrize("form", ["mcf", "cf"])
 def test_log_likelihood_forms_choose_the_likeliest(data, form):
     made, gold = task(data, form=form), {}
@@ -101,12 +95,6 @@ def test_unextracted_answers_get_the_published_guess_and_are_counted(data):
     right = run_task(Scripted(say=lambda r: "The answer is (A)."), task(data))["metrics"]
     assert right["score"] == right["score_strict"] == right["majority"] == 0.5
     assert right["by_category"]["math"]["n"] == 4
-
-
-def test_a_limit_takes_from_every_category_and_grows_in_place(data):
-    few, more = (list(task(data).questions(limit)) for limit in (2, 5))
-    assert len(few) == 2 and {q.id for q in few} < {q.id for q in more}
-    assert {q.category for q in few} == {"math", "computer science"}
 
 
 def test_parquet_and_jsonl_are_the_same_data(data, tmp_path):

@@ -17,8 +17,8 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.models.hf import Rows
 from earlyfusion.eval.models.http import EndpointModel
-from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
+from earlyfusion.eval.models.tokens import QuickEncoder
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest
 from earlyfusion.kernels.segments import Segments
 
 WORDS = (
@@ -163,22 +163,6 @@ def test_a_shared_beginning_is_read_once(folders, monkeypatch):
     assert sum(read) == prefix + tails + 2 * sum(len(piece.ids) - prefix for piece in contexts.values())
 
 
-@pytest.mark.parametrize("kind", ["own", "llama"])
-def test_rolling_pays_for_every_token_once(folders, kind):
-    model = made(kind, folders, batch_tokens=16)
-    texts = ["the quick brown fox jumps over the lazy dog; " * 3, "red", ""]
-    found = model.rolling([RollingRequest(t) for t in texts])
-    for given, answer in zip(texts, found):
-        ids = list(model.encode(given, False))
-        total = 0.0
-        for start in range(0, len(ids), 16):
-            for i in range(start, min(start + 16, len(ids))):
-                ((one,),) = model.score([Context(Piece((model.begin_id, *ids[start:i])), [(ids[i],)])])
-                total += one.sum
-        assert answer.sum == pytest.approx(total, abs=5 * SUMS)
-        assert answer.tokens == len(ids)
-
-
 def test_pictures_change_what_our_model_says():
     model, rng = own_model(2), random.Random(0)
     prompts = []
@@ -190,8 +174,6 @@ def test_pictures_change_what_our_model_says():
     alone = [model.loglikelihood([request])[0].sum for request in requests]
     assert [answer.sum for answer in batched] == pytest.approx(alone, abs=SUMS)
     assert len({round(answer.sum, 4) for answer in batched[::3]}) == 3
-    asked = [GenerateRequest(prompt, 6) for prompt in prompts]
-    assert model.generate(asked) == [model.generate([request])[0] for request in asked]
 
 
 def test_prompts_that_do_not_fit_are_told_and_not_cut(folders):
@@ -199,10 +181,6 @@ def test_prompts_that_do_not_fit_are_told_and_not_cut(folders):
     long = "fox " * 3000
     answers = model.generate([GenerateRequest(long, 8), GenerateRequest("fox", 3)])
     assert answers[0].finish == "refused" and answers[0].text == "" and answers[1].finish != "refused"
-
-
-def test_a_recurrent_models_state_is_never_padded(folders):
-    assert not made("mamba", folders).cached and made("llama", folders).cached
 
 
 # text to ids

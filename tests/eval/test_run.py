@@ -1,6 +1,5 @@
 """`earlyfusion eval` as a user starts it: tables, files, and one line for every mistake."""
 
-import gzip
 import json
 
 import pytest
@@ -60,7 +59,19 @@ def test_a_directory_gives_what_its_weights_in_memory_give_on_the_pinned_data(
 
 
 def test_a_transformers_checkpoint_is_evaluated(tmp_path, data, capsys):
-    words = ["--model", f"hf:{hf_folder(tmp_path / 'hf')}", "--tasks", "mmlu_pro", "--form", "mcf"]
+    out = tmp_path / "out"
+    words = [
+        "--model",
+        f"hf:{hf_folder(tmp_path / 'hf')}",
+        "--tasks",
+        "mmlu_pro",
+        "--form",
+        "mcf",
+        "--out",
+        out,
+    ]
+    assert main(*words) == 2  # missing data are told before anything is written
+    assert "--data" in capsys.readouterr().err and not out.exists()
     words += [
         "--data",
         f"mmlu_pro={data}",
@@ -77,12 +88,11 @@ def test_a_transformers_checkpoint_is_evaluated(tmp_path, data, capsys):
 
 
 def test_published_outputs_are_scored_without_a_model(tmp_path, capsys):
-    said = [("B", "the answer is (B)."), (None, "B?"), ("A", "answer is A")]
-    path = tmp_path / "outputs.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        for n, (pred, text) in enumerate(said):
-            row = {"question_id": n, "options": ["a", "b", "c"], "answer": "B", "category": "x"}
-            file.write(json.dumps({**row, "pred": pred, "generated_text": text}) + "\n")
+    rows = []
+    for pred, text in (("B", "the answer is (B)."), (None, "B?"), ("A", "answer is A")):
+        row = {"question_id": len(rows), "options": ["a", "b", "c"], "answer": "B", "category": "x"}
+        rows.append({**row, "pred": pred, "generated_text": text})
+    path = write_jsonl(tmp_path / "outputs.jsonl", rows)
     for levels, differing in ((1, 0), (3, 1)):
         assert main("--rescore", path, "--levels", levels, "--out", tmp_path) == 0
         assert f"{differing} differ" in capsys.readouterr().out
@@ -111,26 +121,8 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
-def test_missing_data_is_told_before_anything_is_written(tmp_path, directory, capsys):
-    out = tmp_path / "out"
-    assert main("--model", directory, "--tasks", "mmlu_pro", "--out", out, "--quiet") == 2
-    assert "--data" in capsys.readouterr().err and not out.exists()
-
-
 def test_data_paths_are_told_apart(tmp_path):
     strange = tmp_path / "a=b"
     strange.mkdir()
     named, default = data_paths(["piqa=/x/y", str(strange)])
     assert {key: str(path) for key, path in named.items()} == {"piqa": "/x/y"} and default == strange
-
-
-def test_the_list_names_every_task(capsys):
-    assert main("--list") == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("mmlu_pro", "gpqa_diamond", "counting", "bits_per_byte"))
-
-
-def test_text_written_by_hand_is_measured(tmp_path, directory, capsys):
-    path = write_jsonl(tmp_path / "held.jsonl", [{"text": "the quick brown fox"}])
-    assert main("--model", directory, "--tasks", "bits_per_byte", "--data", path, "--quiet") == 0
-    assert "bits_per_byte" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 goes on."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from sandbox_probes import PARTS, programs
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.sandbox import host as module
-from earlyfusion.eval.sandbox import walls as sandbox_walls
 from earlyfusion.eval.sandbox.host import REASONS, Limits, ProgramResult, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -313,21 +311,12 @@ def test_a_hostile_program_is_contained_and_the_next_one_runs(box, name):
     assert box.run("6 * 7").value == "42"
 
 
-def test_a_program_that_catches_a_refusal_is_still_counted(box):
-    result = box.run("try:\n    import os\nexcept ImportError:\n    pass\nexcept OSError:\n    n = 1\nn")
-    assert (result.reason, result.value, result.refused) == ("forbidden", "1", ("import os",))
-
-
 def test_processor_time_is_the_programs_own():
     """On a busy machine the kernel's limit, which counts ticks, once ended programs early, and they were told
     that the memory had run out."""
     with Sandbox(Limits(wall_s=60, cpu_s=0.3), allow_weaker=True) as box:
         result = box.run("while True: pass")
     assert result.reason == "timeout" and 0.3 <= result.cpu_s < 0.9, result
-    status = {"signal": 9, "stopped": "cpu", "cpu_s": 2.39, "layers": [], "missing": {}}
-    data = {name: bytearray() for name in ("stdout", "stderr", "result")}
-    assert module._result(data, status, "mark", Limits(cpu_s=3.0), False).reason == "timeout"
-    assert module._result(data, status | {"stopped": ""}, "mark", Limits(cpu_s=3.0), False).reason == "memory"
 
 
 # ---- the caller's side
@@ -360,21 +349,6 @@ def test_a_server_that_was_killed_is_started_again():
 def test_a_file_name_that_leaves_the_directory_is_the_callers_error(box, name):
     with pytest.raises(DataError, match="plain file name"):
         box.run("1", {name: b"x"})
-
-
-def test_limits_must_be_positive():
-    with pytest.raises(DataError, match="wall_s = 0"):
-        Limits(wall_s=0)
-
-
-def test_every_wall_that_the_kernel_permits_stands(box):
-    result = box.run("1")
-    assert {"rlimits", "audit", "imports"} <= set(result.layers)
-    assert ("uid" in result.layers) == (os.geteuid() == 0)
-    assert ("landlock" in result.layers) == (sandbox_walls.libc.syscall(444, None, 0, 1) >= 1)
-    if shutil.which("unshare"):
-        permitted = subprocess.run(["unshare", "-Unpf", "true"], capture_output=True).returncode == 0
-        assert {"net", "pid"} <= set(result.layers) or not permitted
 
 
 def test_a_program_ends_with_its_caller():
@@ -414,6 +388,6 @@ def test_every_program_of_the_tool_conversations_gives_its_recorded_output_here(
     made = [talks.talk(number, heldout) for number in range(40) for heldout in (False, True)]
     turns = [(turn, talk.files) for talk in made for turn in talk.turns]
     with Sandbox(Limits(wall_s=30, cpu_s=10), allow_weaker=True) as box:
-        results = [box.run(turn.task.code, files) for turn, files in turns]
+        results = [box.run(turn.code, files) for turn, files in turns]
     assert all(result.ok for result in results)
     assert [result.text for result in results] == [turn.output for turn, _ in turns]

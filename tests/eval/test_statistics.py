@@ -28,8 +28,10 @@ def test_paired_and_clustered_errors_equal_statsmodels(seed):
         assert (mine.low, mine.high) == pytest.approx(tuple(theirs.conf_int()[0]), rel=1e-7)
     order = rng.permutation(231)
     shuffled = stats.clustered_estimate(d[order], [f"c{clusters[i]}" for i in order])
-    assert shuffled.se == pytest.approx(pairs[1][0].se, rel=CLOSED)
-    assert shuffled.df == len(set(clusters)) - 1
+    assert (shuffled.se, shuffled.df) == pytest.approx((pairs[1][0].se, 36), rel=CLOSED)
+    # Clusters are drawn whole: where all have the same mean there is nothing to resample.
+    _, _, paired = stats.bootstrap_interval([0.0, 10.0] * 200, np.repeat(range(200), 2), draws=200)
+    assert np.allclose(paired, 5.0)
 
 
 def clustered(rng):
@@ -86,16 +88,6 @@ def test_sign_flips_of_binary_answers_are_mcnemars_exact_test_and_enumeration():
     assert stats.sign_flip_p(d) == pytest.approx(np.mean(np.array(every) >= abs(d.sum()) - 1e-12))
 
 
-def test_the_bootstrap_draws_clusters_whole():
-    d = np.random.default_rng(1).normal(0.2, 1, 400)
-    low, high, means = stats.bootstrap_interval(d, range(400), draws=4000)
-    half = 1.96 * d.std() / 20
-    assert means.std() == pytest.approx(d.std() / 20, rel=0.05)  # sd of 4,000 draws: 1.1 %
-    assert (low, high) == pytest.approx((d.mean() - half, d.mean() + half), abs=0.01)
-    _, _, paired = stats.bootstrap_interval([0.0, 10.0] * 200, np.repeat(range(200), 2), draws=200)
-    assert np.allclose(paired, 5.0)  # every cluster has the same mean: nothing to resample
-
-
 def test_mcnemar_and_holm_equal_statsmodels():
     tables = pytest.importorskip("statsmodels.stats.contingency_tables")
     multitest = pytest.importorskip("statsmodels.stats.multitest")
@@ -125,18 +117,6 @@ def test_required_questions_equal_the_published_numbers():
         assert 100 * stats.smallest_delta(n, discordance) == pytest.approx(points, rel=0.03)
 
 
-def test_power_formula_holds_in_simulation():
-    rng = np.random.default_rng(9)
-    for n, discordance, delta in ((865, 0.10, 0.03), (935, 0.30, 0.05)):
-        assert stats.smallest_delta(n, discordance) == pytest.approx(delta, rel=0.001)
-        won, lost = (discordance + delta) / 2, (discordance - delta) / 2
-        table = rng.multinomial(n, [won, lost, 1 - discordance], size=4000)
-        mean = (table[:, 0] - table[:, 1]) / n
-        se = np.sqrt(((table[:, 0] + table[:, 1]) / n - mean**2) / n)
-        power = np.mean(np.abs(mean / se) > 1.959964)
-        assert power == pytest.approx(0.80, abs=0.025)  # three standard errors of 4,000 draws
-
-
 def test_seed_intervals_equal_scipy():
     a, b = [0.31, 0.35, 0.30, 0.36], [0.37, 0.33, 0.40]
     theirs = scipy.ttest_ind(b, a, equal_var=False)
@@ -164,21 +144,9 @@ def test_interval_for_new_questions_and_new_seeds_covers():
     assert COVERAGE[0] <= hits / DRAWS <= 0.995 and alone / DRAWS < 0.9
 
 
-def test_sampling_share_of_the_variance():
-    rng = np.random.default_rng(12)
-    p = rng.random(3000)
-    samples = [rng.random(8) < value for value in p]
-    expected = np.mean(p * (1 - p)) / 8 / 3000
-    assert stats.sampling_variance(samples) == pytest.approx(expected, rel=0.06)
-    assert math.isnan(stats.sampling_variance([[1.0], [0.0]]))
-
-
 def test_degenerate_inputs_say_so():
     flat = stats.mean_estimate([0.0, 0.0, 0.0])
     assert flat.se == 0 and flat.p == 1.0 and not flat.excludes_zero
     assert math.isnan(stats.mean_estimate([0.5]).low)
     assert math.isnan(stats.clustered_estimate([1.0, 2.0], ["a", "a"]).se)
-    for bad in ([], [[1.0]]):
-        with pytest.raises(ValueError, match="shape"):
-            stats.mean_estimate(bad)
     assert stats.sign_flip_p([0.0, 0.0]) == 1.0

@@ -12,7 +12,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.eval.sandbox.host import Limits, Sandbox
-from earlyfusion.eval.tool_turns import MAX_CALLS, answer_calls, picture_files
+from earlyfusion.eval.tool_talks import MAX_CALLS, answer_calls, picture_files
 from earlyfusion.vision.config import VisionConfig
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -45,25 +45,17 @@ def test_a_recorded_conversation_replays_through_ids_parser_and_sandbox(box, kin
 
 
 def test_pictures_are_named_in_order():
-    pictures = [Image(np.full((9, 9 + i, 3), i, np.uint8)) for i in range(3)]
-    messages = [Message("user", (pictures[0], Text("a"), pictures[1])), Message("user", (pictures[2],))]
-    files = picture_files(messages)
-    assert list(files) == ["image.png", "image2.png", "image3.png"]
-    assert [f.size for f in files.values()] == [(9, 9), (10, 9), (11, 9)]
+    one, two, three = (Image(np.full((9, 9 + i, 3), i, np.uint8)) for i in range(3))
+    files = picture_files([Message("user", (one, Text("a"), two)), Message("user", (three,))])
+    sizes = {name: picture.size for name, picture in files.items()}
+    assert sizes == {"image.png": (9, 9), "image2.png": (10, 9), "image3.png": (11, 9)}
 
 
 def test_calls_that_cannot_be_run_are_answered_in_a_line(box):
-    given = [("look", {}), ("python", {}), ("python", {"code": 3}), ("python", {"code": "6*7"})]
-    calls = tuple(ToolCall(*call) for call in given)
-    answers, results = answer_calls(Message("assistant", (), calls=calls), box, {})
-    wrong = "python needs one argument: code, a string"
-    assert [a.text for a in answers] == ["no tool 'look'; there is python(code)", wrong, wrong, "42"]
-    assert [a.index for a in answers] == [1, 2, 3, 4]
-    assert results[:3] == [None] * 3 and results[3].ok
-
-
-def test_a_message_runs_a_bounded_number_of_programs(box):
-    calls = tuple(ToolCall("python", {"code": str(i)}) for i in range(MAX_CALLS + 2))
-    answers, results = answer_calls(Message("assistant", (), calls=calls), box, {})
-    assert [a.text for a in answers[:MAX_CALLS]] == [str(i) for i in range(MAX_CALLS)]
-    assert all("at most" in a.text for a in answers[MAX_CALLS:]) and results[MAX_CALLS:] == [None, None]
+    given = [ToolCall("look", {}), ToolCall("python", {"code": 3})]
+    given += [ToolCall("python", {"code": str(i)}) for i in range(2, MAX_CALLS + 1)]
+    answers, results = answer_calls(Message("assistant", (), calls=tuple(given)), box, {})
+    no_tool, no_code, *texts, one_too_many = [answer.text for answer in answers]
+    assert "no tool 'look'" in no_tool and "code, a string" in no_code and "at most" in one_too_many
+    assert texts == [str(i) for i in range(2, MAX_CALLS)]
+    assert [result is None for result in results] == [True, True] + [False] * (MAX_CALLS - 2) + [True]

@@ -2,7 +2,6 @@
 what the harness leaves can be compared."""
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from earlyfusion.data.sample import Image, question_text
 from earlyfusion.data.tasks.registry import EXAMS, make_task
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.compare.analysis import Options, compare_arms
-from earlyfusion.eval.compare.load import CompareError, load_arm
+from earlyfusion.eval.compare.load import load_arm
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, Generation, TaskOptions, prompt_hash, prompt_text
 
@@ -81,34 +80,9 @@ def test_tasks_repeat_exactly_and_depend_on_the_seed_and_a_shorter_run_is_their_
     assert other != data and others != six
 
 
-def test_side_metrics():
-    _, sums = ask_all(build_task("counting"), lambda q, r: str(int(q.target) + 1), 30)
-    assert (sums["score"], sums["mae"], sums["within_one"]) == (0.0, 1.0, 1.0)
-    records, sums = ask_all(build_task("counting"), lambda q, r: "", 30)
-    # silence costs as much as saying 0, at least 1
-    assert sums["mae"] == pytest.approx(np.mean([max(int(record["target"]), 1) for record in records]))
-    _, sums = ask_all(build_task("ocr"), lambda q, r: f"it says {q.target}", 12)
-    assert sums["score"] == 1.0 and sums["exact"] == 0.0 and sums["cer"] > 0 and sums["anls"] < 1
-    nearly = lambda q, r: f"{1.04 * float(q.target)}" if q.target.isdigit() else q.target
-    _, sums = ask_all(build_task("chart"), nearly, 40)
-    assert 0.9 < sums["score"] <= 1.0 and sums["exact"] < 0.7  # a gold 0 is compared as text
-    _, sums = ask_all(build_task("grounding"), lambda q, r: "[0, 0, 9999, 9999]", 20)
-    assert sums["score"] == 0.0 and 0 <= sums["majority"] < 0.6 and sums["unextracted"] == 0
-
-
-def test_the_constant_answer_earns_its_majority():
-    task, best = build_task("scene"), {}
-    for question in task.questions(140):
-        best.setdefault(question.category, Counter())[question.target] += 1
-    _, sums = ask_all(task, lambda q, r: best[q.category].most_common(1)[0][0], 140)
-    assert sums["score"] == pytest.approx(sums["majority"])
-
-
 def test_wrong_options_say_what_is_known():
     with pytest.raises(EvalError, match=r"unknown view 'gray'.*blind"):
         build_task("counting", TaskOptions(extra={"views": "gray"}))
-    with pytest.raises(EvalError, match="n='many'"):
-        build_task("counting", TaskOptions(extra={"n": "many"}))
     with pytest.raises(EvalError, match="--shots 3"):
         build_task("ocr", TaskOptions(shots=3))
     made = build_task("chart", TaskOptions(max_new_tokens=5, extra={"views": "", "n": "7"}))
@@ -165,13 +139,6 @@ def test_what_the_harness_leaves_holds_every_view_and_can_be_compared(folders):
     views = {f"counting ({view})" for view in ("blind", "words", "seeing")}
     assert {"counting", "twins", "video_qa"} | views <= {entry["task"] for entry in entries}
     assert all(entry["n"] == 6 and entry["verdict"] for entry in entries)
-
-
-def test_other_generated_questions_are_refused_by_compare(folders, tmp_path):
-    """Another seed makes other pictures: the data hash says so."""
-    evaluated("counting", 0, tmp_path, seed=5)
-    with pytest.raises(CompareError, match="different data"):
-        compare_arms(load_arm("base", str(folders / "0")), load_arm("treated", str(tmp_path)))
 
 
 def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words():

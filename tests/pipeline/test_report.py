@@ -8,7 +8,7 @@ import pytest
 from page_cases import checked
 from PIL import Image
 
-from earlyfusion.eval.results import save_result
+from earlyfusion.eval.samples import save_result
 from earlyfusion.pipeline.report.charts import MAX_POINTS, lines, thin
 from earlyfusion.pipeline.report.data import read_run, series
 from earlyfusion.pipeline.report.run import write_report
