@@ -139,12 +139,22 @@ def load_task(path: Path, metric: str) -> list[TaskRun]:
         samples: dict[str, list[float]] = defaultdict(list)
         for (key, _), number in zip(sorted(records), numbers):
             samples[key].append(number)
-        scores = np.array([np.mean(group) for group in samples.values()])
         # The view is part of the name: Holm and the tables see tasks of their own. What is said of the
         # answers belongs to the task's own line.
-        about = (f"{name} ({view})" if view else name, view, path.parent, summary)
-        parts = (list(samples.values()), scores, categories, clusters, prompts)
-        lines.append(TaskRun(*about, *parts, {} if view else said))
+        lines.append(
+            TaskRun(
+                task=f"{name} ({view})" if view else name,
+                view=view,
+                folder=path.parent,
+                summary=summary,
+                samples=list(samples.values()),
+                scores=np.array([np.mean(group) for group in samples.values()]),
+                categories=categories,
+                clusters=clusters,
+                prompts=prompts,
+                said={} if view else said,
+            )
+        )
     return lines
 
 
