@@ -184,7 +184,8 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
             a, b = np.array([[value(one) for one in pair] for pair in pairs], dtype=np.float64).T
             # Problem by problem: what both find hard cancels out.
             difference = mean_estimate(b - a)
-            row = {"label": label, "metric": metric, "before": float(a.mean()), "after": float(b.mean())}
+            row: dict[str, Any] = {"label": label, "metric": metric}
+            row |= {"before": float(a.mean()), "after": float(b.mean())}
             row |= {**difference.to_dict(), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
             rows.append(row)
     if not rows:

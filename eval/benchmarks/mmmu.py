@@ -58,7 +58,7 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
     """
     # Blanks around the answer let " B " match a letter that stands alone.
     answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
-    ways = [(form, LETTERS[: len(options)], answer) for form in ("({})", " {} ", "{}.")]
+    ways = [(form, [*LETTERS[: len(options)]], answer) for form in ("({})", " {} ", "{}.")]
     if len(answer.split()) > 5:
         ways.append(("{}", [option.lower() for option in options], answer.lower()))
     for form, words, said in ways:
