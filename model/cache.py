@@ -78,12 +78,6 @@ class KdaSlots:
         self.state_SHKV.index_copy_(0, slots_N, state_NHKV.to(self.state_SHKV))
         self.taps_SRC[self._taps_at(slots_N, length_N)] = taps_NCW1.transpose(1, 2).to(self.taps_SRC)
 
-    def read(self, plan: CachePlan) -> tuple[Tensor | None, Tensor | None]:
-        """State and taps before the call's tokens; None for a start from nothing."""
-        if plan.fresh:
-            return None, None
-        return self.load(plan.slots_N, plan.last_NW[:, 0])
-
     def write(self, plan: CachePlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         """State and taps after the call's tokens."""
         self.store(plan.slots_N, plan.last_NW[:, -1] + 1, state_NHKV, taps_NCW1)

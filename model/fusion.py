@@ -26,6 +26,7 @@ from earlyfusion.model.decoder import Decoder
 from earlyfusion.vision.balance import Route
 from earlyfusion.vision.encoder import Projector, build_tower, zero_anchor
 from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.patches import Grid
 
 
 class Prompt(Protocol):
@@ -35,26 +36,19 @@ class Prompt(Protocol):
     int64 [M], the positions in ids that the image features fill, in feature order.
     """
 
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def segments(self) -> Segments: ...
-    @property
-    def patches(self) -> Tensor: ...
-    @property
-    def grids(self) -> Sequence[tuple[int, int, int]]: ...
-    @property
-    def media_positions(self) -> Tensor: ...
+    ids: Tensor
+    segments: Segments
+    patches: Tensor
+    grids: list[Grid]
+    media_positions: Tensor
 
 
 class Packed(Prompt, Protocol):
     """A training row: labels int64 [T], the id to predict at each position (-100: none), and loss_weights
     fp32 [T]."""
 
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def loss_weights(self) -> Tensor: ...
+    labels: Tensor
+    loss_weights: Tensor
 
 
 @dataclass
@@ -83,9 +77,7 @@ class NativeFusion(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.embed_tokens.weight.device
 
-    def encode_images(
-        self, patches: Tensor, grids: Sequence[tuple[int, int, int]], route: Route | None = None
-    ) -> Tensor:
+    def encode_images(self, patches: Tensor, grids: Sequence[Grid], route: Route | None = None) -> Tensor:
         """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an
         image.
 

@@ -18,19 +18,20 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Prompt, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.vision.patches import Grid
 
 MOST_SLOTS = 64
 PAGE = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """Prompts packed into one row: the part of a PackedBatch that the embedding needs."""
 
     ids: Tensor
     segments: Segments
     patches: Tensor
-    grids: list[tuple[int, int, int]]
+    grids: list[Grid]
     media_positions: Tensor
 
 
@@ -43,7 +44,7 @@ def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
     segments = Segments.from_lengths(lengths)
     # The empty beginning gives a row without pictures the right shape and dtype.
     patches = [torch.empty(0, vision.in_channels, vision.patch_size, vision.patch_size, dtype=torch.uint8)]
-    places, grids = [], list[tuple[int, int, int]]()
+    places, grids = [], list[Grid]()
     for prompt, start in zip(prompts, segments.offsets):
         # Positions count through the packed row, not through the prompt.
         places.append(torch.as_tensor(prompt.media_positions).long() + start)

@@ -131,10 +131,9 @@ class KimiDeltaAttention(nn.Module):
             o_THV = past.memory.step(self, past.plan, qkv, f, beta, weight)
         else:
             # Documents from their beginnings, or new tokens of sequences after the state they left.
-            state = taps = None
-            if past is not None:
-                state, taps = past.memory.read(past.plan)
-            keep = past is not None
+            state, taps, keep = None, None, past is not None
+            if past is not None and not past.plan.fresh:
+                state, taps = past.memory.load(past.plan.slots_N, past.plan.last_NW[:, 0])
             qkv, taps = resolve("short_conv", x_TD)(
                 qkv, weight, segments, initial_taps_NCW1=taps, output_taps=keep
             )

@@ -37,7 +37,6 @@ from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.layers import Fp32State, SwiGLU, at_least_fp32
 
 BINS = 1000
-Reduce = Callable[[Tensor], Tensor]
 
 
 class Router(Fp32State):
@@ -137,13 +136,13 @@ class MixtureOfExperts(Fp32State):
         self.register_buffer("histogram", kept, persistent=False)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        self.reset_counts()
-
     def reset_counts(self) -> None:
         self.load.zero_()
         if self.histogram is not None:
             self.histogram.zero_()
+
+    # It holds no parameters of its own; the counts start anew, as after every update of the biases.
+    reset_parameters = reset_counts
 
     def forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
         """x_TD normed input -> y_TD. counted_T: bool, tokens that count for the load (None: all); all are
@@ -180,9 +179,16 @@ class MixtureOfExperts(Fp32State):
             # no tokens: load equals its mean, sign(0) = 0
             bias.add_(torch.sign(self.load.mean() - self.load), alpha=self.update_rate)
         elif self.histogram is not None:
-            target = _histogram_quantile(
-                self.histogram, self.gate.top_k / self.gate.num_experts, *_bin_edges(bias)
-            )
+            # The value below which a share k / E of each row's counts lie, linear inside its bin. In float64:
+            # cumulated counts of a step go beyond what float32 holds exactly.
+            low, step = _bin_edges(bias)
+            total_EB = self.histogram.double().cumsum(1)
+            rank_E1 = self.gate.top_k / self.gate.num_experts * total_EB[:, -1:]
+            bin_E1 = torch.searchsorted(total_EB, rank_E1).clamp_(max=BINS - 1)
+            inside_E1 = self.histogram.gather(1, bin_E1).double()
+            below_E1 = total_EB.gather(1, bin_E1) - inside_E1
+            fraction_E1 = (rank_E1 - below_E1) / inside_E1.clamp(min=1.0)
+            target = (low + (bin_E1 + fraction_E1) * step).squeeze(1).to(low.dtype)
             target = target - target.mean()
             bias.copy_(torch.where(self.histogram.sum() > 0, target, bias))
 
@@ -193,18 +199,6 @@ def _bin_edges(bias_E: Tensor) -> tuple[Tensor, Tensor]:
     # Scores lie in 0..1, so every r lies within one of the biases.
     low, high = bias_E.min() - 1.0, bias_E.max() + 1.0
     return low, (high - low) / BINS
-
-
-def _histogram_quantile(histogram_EB: Tensor, share: float, low: Tensor, step: Tensor) -> Tensor:
-    """Value below which `share` of each row's counts lie, linear inside its bin. [E]"""
-    # float64: cumulated counts of a step go beyond what float32 holds exactly.
-    total_EB = histogram_EB.double().cumsum(1)
-    rank_E1 = share * total_EB[:, -1:]
-    bin_E1 = torch.searchsorted(total_EB, rank_E1).clamp_(max=histogram_EB.shape[1] - 1)
-    inside_E1 = histogram_EB.gather(1, bin_E1).double()
-    below_E1 = total_EB.gather(1, bin_E1) - inside_E1
-    fraction_E1 = (rank_E1 - below_E1) / inside_E1.clamp(min=1.0)
-    return (low + (bin_E1 + fraction_E1) * step).squeeze(1).to(low.dtype)
 
 
 def moe_layers(module: nn.Module) -> list[MixtureOfExperts]:
@@ -257,7 +251,9 @@ def replaying_routing(module: nn.Module, ids_TLJ: Tensor) -> Iterator[None]:
 
 
 @torch.no_grad()
-def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dict[str, Tensor]:
+def update_router_biases(
+    module: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
     """Balance all MoE layers of `module`; call once per optimizer step, after the last micro-batch.
 
     reduce: sums a flat fp32 tensor over ranks and returns it (None: one rank). It is called once for all

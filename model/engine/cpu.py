@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from earlyfusion.kernels.cpu import program as cpp
 from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
-from earlyfusion.model.decoder import Decoder, DecoderLayer
+from earlyfusion.model.decoder import Decoder, Mix
 from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.scheduler import Part
 from earlyfusion.model.kda import KimiDeltaAttention
@@ -52,9 +53,9 @@ def can_compile(decoder: Decoder, pools: Pools) -> bool:
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             return False
         needed += weight.nbytes
-    if any(isinstance(memory, RingSlots) for memory in pools.layers):
-        return False
-    return library() is not None and needed <= SHARE_OF_MEMORY * free_memory()
+    # Rings are for the decode kernel: their states are transposed.
+    in_rings = any(isinstance(memory, RingSlots) for memory in pools.layers)
+    return not in_rings and library() is not None and needed <= SHARE_OF_MEMORY * free_memory()
 
 
 def free_memory() -> int:
@@ -119,66 +120,49 @@ class CompiledDecoder:
     def refresh(self) -> None:
         """Lay out the weights again."""
         decoder = self.decoder
-        layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-        # Queries depend on weights alone: folded once, not in every step.
-        queries = self._queries(layers) if decoder.config.attn_res != "none" else []
-        self.program = cpp.Program(decoder.config.hidden_size, max(1, len(queries)))
-        last = self._attention_residuals(layers, queries) if queries else self._residual_stream(layers)
-        final = self.program.keep(_norm_weight(decoder.norm).contiguous())
-        self.program.add(cpp.Finish(last, decoder.norm.eps, final))
-        self.program.build()
-        self.head = self.program.matrix(decoder.head_weight().T)
+        layers: list[Any] = list(decoder.layers)
+        # Of the residual stream there is one block, whose sub-layers read and add to source 0. With Attention
+        # Residuals source 0 is the embedding, source i the sum of block i, and each sub-layer reads a mix.
+        mixes: list[Mix] = []
+        size = count = 2 * len(layers)
+        if decoder.config.attn_res != "none":
+            size = decoder.config.sublayers_per_block()
+            for layer in layers:
+                mixes += layer.mixes()
+        blocks = -(-len(mixes) // size)
+        self.program = program = cpp.Program(decoder.config.hidden_size, 1 + blocks)
 
-    # ---- the order of the sub-layers
+        # A folded query carries sqrt(D), so that a score is <query, x> / sqrt(sum(x^2) + D eps).
+        def mix(sources: int, query_D: Tensor) -> None:
+            scaled_D = (query_D * query_D.shape[0] ** 0.5).contiguous()
+            program.add(cpp.Measure(sources - 1, mixes[0].norm.eps))
+            program.add(cpp.Mix(sources, program.keep(scaled_D)))
 
-    def _residual_stream(self, layers: Sequence[DecoderLayer]) -> int:
-        """Every sub-layer reads and adds to source 0; returns what the final norm reads."""
-        for index in range(2 * len(layers)):
-            self._sublayer(layers, index, cpp.Place(0, 0, 0, index == 2 * len(layers) - 2))
-        return 0
+        for index in range(count):
+            block, inside = divmod(index, size)
+            place = cpp.Place(0, 0, 0, index == count - 2)
+            if mixes:
+                mix(1 + block + (inside > 0), mixes[index].folded())
+                place = cpp.Place(-1, block + 1, inside == 0, index == count - 2)
+            self._sublayer(layers[index // 2], self.pools.layers[index // 2], index % 2 == 0, place)
+        if mixes:
+            mix(1 + blocks, decoder.output_attn_res_query * decoder.output_attn_res_norm.weight)
+        final = program.keep(_norm_weight(decoder.norm).contiguous())
+        program.add(cpp.Finish(-1 if mixes else 0, decoder.norm.eps, final))
+        program.build()
+        self.head = program.matrix(decoder.head_weight().T)
 
-    def _queries(self, layers: Sequence[DecoderLayer]) -> list[Tensor]:
-        """Folded pseudo-queries [S, D] of every block, those of the output last; with sqrt(D), so that a
-        score is <query, x> / sqrt(sum(x^2) + D eps)."""
-        decoder = self.decoder
-        folded = [mix.folded() for layer in layers for mix in layer.mixes()]
-        size = decoder.config.sublayers_per_block()
-        output = decoder.output_attn_res_query * decoder.output_attn_res_norm.weight
-        blocks = [folded[start : start + size] for start in range(0, len(folded), size)]
-        return [torch.stack(block) * output.shape[0] ** 0.5 for block in [*blocks, [output]]]
-
-    def _attention_residuals(self, layers: Sequence[DecoderLayer], queries: Sequence[Tensor]) -> int:
-        """Source 0 is the embedding, source i the sum of block i; returns what the final norm reads."""
-        eps = layers[0].mixes()[0].norm.eps
-        index = 0
-        for block, query_SD in enumerate(queries[:-1], start=1):
-            self.program.add(cpp.Measure(block - 1, eps))
-            for place, query_D in enumerate(query_SD):
-                first, last = place == 0, index == 2 * len(layers) - 2
-                self._mix(query_D, block if first else block + 1)
-                self._sublayer(layers, index, cpp.Place(-1, block, first, last))
-                index += 1
-                if place + 1 < query_SD.shape[0]:
-                    self.program.add(cpp.Measure(block, eps))
-        self.program.add(cpp.Measure(len(queries) - 1, eps))
-        self._mix(queries[-1][0], len(queries))
-        return -1
-
-    def _mix(self, query_D: Tensor, sources: int) -> None:
-        self.program.add(cpp.Mix(sources, self.program.keep(query_D.contiguous())))
-
-    def _sublayer(self, layers: Sequence[DecoderLayer], index: int, place: cpp.Place) -> None:
-        """Sub-layer `index`: the even ones are mixers, the odd ones feed forward."""
-        layer, memory = layers[index // 2], self.pools.layers[index // 2]
-        mixer = layer.self_attn
-        if index % 2 and layer.sparse:
-            self._moe(layer.post_attention_layernorm, layer.block_sparse_moe, place)
-        elif index % 2:
-            self._mlp(layer.post_attention_layernorm, layer.mlp, place)
-        elif isinstance(mixer, KimiDeltaAttention) and isinstance(memory, KdaSlots):
-            self._kda(layer.input_layernorm, mixer, memory, place)
-        elif isinstance(mixer, MultiHeadLatentAttention) and isinstance(memory, MlaPages):
-            self._mla(layer.input_layernorm, mixer, memory, place)
+    def _sublayer(self, layer: Any, memory: Any, mixes: bool, place: cpp.Place) -> None:
+        """The token mixer of a layer, or its feed-forward."""
+        norm = layer.input_layernorm if mixes else layer.post_attention_layernorm
+        if mixes and layer.kind == "kda":
+            self._kda(norm, layer.self_attn, memory, place)
+        elif mixes:
+            self._mla(norm, layer.self_attn, memory, place)
+        elif layer.sparse:
+            self._moe(norm, layer.block_sparse_moe, place)
+        else:
+            self._mlp(norm, layer.mlp, place)
 
     # ---- the weights of a sub-layer
 

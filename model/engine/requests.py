@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -51,25 +51,21 @@ class Prompt(Protocol):
     p, p] or None, grids [(t, h, w)], media_positions (places of the image placeholders in ids, in feature
     order)."""
 
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def patches(self) -> Tensor | None: ...
-    @property
-    def grids(self) -> Sequence[tuple[int, int, int]]: ...
-    @property
-    def media_positions(self) -> Any: ...
+    ids: Tensor
+    patches: Tensor | None
+    grids: Any
+    media_positions: Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenPrompt:
     """A prompt of token ids alone."""
 
     # Text alone by default; pictures come with their grids and the places of their placeholders.
     ids: Tensor
     patches: Tensor | None = None
-    grids: tuple[tuple[int, int, int], ...] = ()
-    media_positions: tuple[int, ...] = ()
+    grids: Any = ()
+    media_positions: Any = ()
 
 
 @dataclass(frozen=True)
@@ -286,7 +282,7 @@ class PausedRequest:
                 raise ValueError(f"expected the format {FORMAT!r}")
             request = known["request"]
             prompt = TokenPrompt(**request["prompt"])
-            prompt = replace(prompt, grids=tuple((t, h, w) for t, h, w in prompt.grids))
+            prompt.grids = tuple(map(tuple, prompt.grids))
             request |= {"prompt": prompt, "params": SamplingParams(**request["params"])}
             for entry in [*known["samples"], *known["finished"]]:
                 if entry["routing"] is not None:

@@ -245,15 +245,33 @@ class Scheduler:
         and at temperature 1. fed: each token was chosen after feeding the one before it."""
         ids_NK, drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in range(3))
         for sample, ids, drawn, plain in zip(samples, ids_NK, drawn_NK, plain_NK):
-            request = sample.parent.request
-            ids = [int(token) for token in ids]
-            count, reason, text = self._until_the_end(sample, ids)
+            request, stream, text = sample.parent.request, sample.stream, ""
+            reason: FinishReason | None = None
+            # At most the tokens it may still get, up to the first that stops it.
+            shown = ids = [int(token) for token in ids[: sample.left]]
+            for place, token in enumerate(ids):
+                if token in sample.parent.stop_ids:
+                    shown, ids, reason = ids[:place], ids[: place + 1], "stop"
+                    break
+            if reason is None and len(ids) == sample.left:
+                reason = "length"
+
+            # A stop string may end it earlier; without one, and without a reader, text can wait.
+            if not request.pieces and not stream.stop:
+                stream.ids += shown
+                shown = []
+            for place, token in enumerate(shown):
+                text += stream.push([token])
+                if stream.stopped:
+                    ids, reason = ids[: place + 1], "stop"
+                    break
+            count = len(ids)
             versions = [self.version] * count
             if not request.params.logprobs:  # others of the batch may have asked for them
                 drawn = plain = [float("nan")] * count
 
             # Written down, and told if somebody listens.
-            sample.ids += ids[:count]
+            sample.ids += ids
             sample.logprobs += drawn[:count]
             sample.logprobs1 += plain[:count]
             sample.versions += versions
@@ -267,30 +285,6 @@ class Scheduler:
                 self.finish(sample, reason, text, tokens)
             elif request.pieces:
                 self.events.append(Event(request.id, sample.index, tokens, text))
-
-    def _until_the_end(self, sample: Sample, ids: Sequence[int]) -> tuple[int, FinishReason | None, str]:
-        """(how many of these tokens belong to the sample, why it ends with them, text that became
-        certain)."""
-        # At most the tokens it may still get, up to the first that stops it.
-        stream, text = sample.stream, ""
-        reason: FinishReason | None = None
-        shown = ids = ids[: sample.left]
-        for place, token in enumerate(ids):
-            if token in sample.parent.stop_ids:
-                shown, ids, reason = ids[:place], ids[: place + 1], "stop"
-                break
-        if reason is None and len(ids) == sample.left:
-            reason = "length"
-
-        # A stop string may end it earlier; without one, and without a reader, text can wait.
-        if not sample.parent.request.pieces and not stream.stop:
-            stream.ids += shown
-            return len(ids), reason, ""
-        for place, token in enumerate(shown):
-            text += stream.push([token])
-            if stream.stopped:
-                return place + 1, "stop", text
-        return len(ids), reason, text
 
     def finish(
         self, sample: Sample, reason: FinishReason, text: str = "", tokens: tuple[Token, ...] = ()

@@ -7,17 +7,33 @@ The tokenizer of a directory is read by `data.tokenizer.Tokenizer.load(directory
 A model directory holds `config.json` (text_config, vision_config, model_type, architectures),
 `model.safetensors` (or shards with `model.safetensors.index.json`), the tokenizer's files,
 `preprocessor_config.json` (Kimi K2.5's media_proc_cfg), `generation_config.json` and the model card
-`README.md`. Weight names and shapes are those of public Kimi checkpoints (model/hub/names.py). It is written
+`README.md`. Weight names and shapes are those of public Kimi checkpoints. It is written
 beside its place and renamed, so it is complete or absent. Nothing is unpickled and no code from a directory
 is run.
+
+A public tensor is a view of (part of) one of ours, so the same table writes a checkpoint and, by copying into
+the views, reads one; what is saved comes back bit for bit.
+
+| ours | public (Kimi K2.5, Kimi K3, Kimi-Linear) |
+|---|---|
+| text model | language_model.model.*, language_model.lm_head.* |
+| vision tower, projector | vision_tower.*, mm_projector.* |
+| self_attn.A_log [H] | [1, 1, H, 1] |
+| experts.gate_up_proj [E, 2F, D] | experts.{e}.w1.weight [F, D] (gate), experts.{e}.w3.weight [F, D] |
+| experts.down_proj [E, D, F] | experts.{e}.w2.weight [D, F] |
+| self_attention_res_query, mlp_res_query, output_attn_res_query [D] | *_res_proj.weight [1, D] |
+
+Source: released checkpoints and the conversion maps of transformers and vLLM.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +52,53 @@ from earlyfusion.model.hub.config import (
     load_config,
     read_json,
 )
-from earlyfusion.model.hub.names import PublicTensor, keeps_fp32, public_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LISTED = 8  # names an error message spells out
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+# Longest match first: lm_head stands beside `model` in the public layout, not inside it.
+PREFIXES = (
+    ("decoder.lm_head.", "language_model.lm_head."),
+    ("decoder.", "language_model.model."),
+    ("vision_tower.", "vision_tower."),
+    ("mm_projector.", "mm_projector."),
+)
+FP32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias")  # stay fp32 whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class PublicTensor:
+    """One tensor of a public checkpoint: its name, the name of our tensor it is part of, and how to see it
+    there."""
+
+    name: str
+    ours: str
+    view: Callable[[Tensor], Tensor]
+
+
+def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTensor]:
+    """The public tensors behind (our name, our tensor) pairs; tensors may be on the meta device."""
+    for ours, tensor in shapes:
+        # Every name must be known: a tensor without a public name could be written but not read.
+        (name,) = [public + ours.removeprefix(own) for own, public in PREFIXES if ours.startswith(own)][:1]
+        module, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for e in range(len(tensor)):
+                # gate rows first, then those of the up projection
+                rows = tensor.shape[1] // 2
+                yield PublicTensor(f"{module}.{e}.w1.weight", ours, itemgetter((e, slice(rows))))
+                yield PublicTensor(f"{module}.{e}.w3.weight", ours, itemgetter((e, slice(rows, None))))
+        elif module.endswith(".experts"):
+            for e in range(len(tensor)):
+                yield PublicTensor(f"{module}.{e}.w2.weight", ours, itemgetter(e))
+        elif last.endswith("_res_query"):
+            # Public checkpoints hold a pseudo-query as a linear layer of one row.
+            yield PublicTensor(name.removesuffix("_query") + "_proj.weight", ours, itemgetter(None))
+        elif last == "A_log":
+            yield PublicTensor(name, ours, itemgetter((None, None, slice(None), None)))
+        else:
+            yield PublicTensor(name, ours, itemgetter(...))
 
 
 def save_model(
@@ -81,7 +139,7 @@ def load_model(
     """Read a model directory into a NativeFusion in eval mode.
 
     dtype None keeps every tensor as stored; otherwise all are cast but those that stay fp32
-    (names.keeps_fp32). Raises ModelDirectoryError: no model directory, unreadable configuration, missing or
+    (FP32_SUFFIXES). Raises ModelDirectoryError: no model directory, unreadable configuration, missing or
     unexpected tensors, a shape that differs, a vocabulary that does not fit.
     """
     folder = Path(directory)
@@ -234,12 +292,12 @@ def _check_tensors(
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same model with its floating tensors in `dtype`, those that stay fp32 (names.keeps_fp32) in
+    """The same model with its floating tensors in `dtype`, those that stay fp32 (FP32_SUFFIXES) in
     float32."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         # Counters and ids keep their dtype whatever the model's.
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if keeps_fp32(name) else dtype)
+            tensor.data = tensor.data.to(torch.float32 if name.endswith(FP32_SUFFIXES) else dtype)
     return model
 
 

@@ -8,9 +8,7 @@ import torch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for
 from earlyfusion.vision.config import VisionConfig
 
 TEXTS = [
@@ -78,24 +76,3 @@ def tiny_model(config: FusionConfig, seed: int = 0) -> NativeFusion:
             if tensor.is_floating_point() and tensor.ndim == 1 and "A_log" not in name:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
     return model.eval()
-
-
-def generate_ids(
-    model, prompts, *, max_new_tokens, temperature=0.0, top_p=1.0, seed=0, stop_ids=(), silent_ids=()
-):
-    """New token ids of every prompt, without the stop token; `silent_ids` (and the image placeholder) never
-    appear."""
-    stops = frozenset(stop_ids)
-    banned = tuple(set(silent_ids) - stops)
-    params = SamplingParams(
-        max_new_tokens,
-        temperature,
-        top_p,
-        seed=seed,
-        stop_ids=tuple(stops),
-        banned_ids=banned,
-        ignore_eos=True,
-    )
-    requests = [Request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
-    answers = [done.ids for done in engine_for(model, None, prompts, max_new_tokens).generate(requests)]
-    return [ids[:-1] if ids and ids[-1] in stops else ids for ids in answers]

@@ -62,14 +62,6 @@ def test_chosen_experts_are_recorded(monkeypatch):
     assert [len(routing) for _, routing in answers[0]] == [13, 16, 11]
 
 
-def test_new_weights_reach_the_packed_copies():
-    engine, other = engine_of(model(0)), model(1)
-    engine.generate(requests([9], drawn(3)))
-    engine.load_weights({name: tensor.clone() for name, tensor in other.state_dict().items()}, version=1)
-    given = requests([9, 20], drawn(8))
-    equal_bits(by_sample(engine.generate(given)), serve(other, given))
-
-
 def test_it_stands_aside(monkeypatch, request):
     """For other dtypes, without memory for a copy, where plain kernels are asked for, and without a compiler,
     where the engine answers the same."""

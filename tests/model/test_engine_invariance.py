@@ -79,14 +79,6 @@ def test_a_forked_group_is_its_samples_one_by_one(length):
     request = Request("g", tokens(length), drawn(20, n=6))
     group = serve(net, [request])
     assert len({tuple(c.ids) for c in group.values()}) > 4
-    engine = engine_of(net)
-    engine.submit(request)
-    for _ in range(3):
-        engine.step()
-    pages = [sample.pages for sample in engine.scheduler.running]
-    assert len({tuple(p[: length // 8]) for p in pages}) == 1  # whole pages are shared
-    assert len({p[length // 8] for p in pages}) == 6  # written ones are not
-    drain(engine)
 
     # the same samples, each with a memory of its own: cancel all others before they begin
     for index in range(6):
@@ -115,19 +107,6 @@ def test_pause_and_migration_change_no_bit(seed):
     drain(there)
     all_returned(here)
     equal_bits(base, by_sample(c for handle in handles for c in handle.completions))
-
-
-def test_many_pauses_of_one_request_change_no_bit():
-    net, request = model(), Request("r", tokens(23), drawn(30, n=2))
-    engine = engine_of(net)
-    handle = engine.submit(request)
-    engine.step()
-    while not handle.done:
-        engine.step()
-        if not handle.done:
-            handle = engine.resume(engine.pause("r"))
-    equal_bits(serve(net, [request]), by_sample(handle.completions))
-    assert engine.stats()["paused"] > 20
 
 
 def test_a_state_of_another_model_and_damaged_bytes_are_refused():

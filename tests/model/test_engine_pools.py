@@ -18,8 +18,8 @@ from engine_cases import (
     tokens,
 )
 
-from earlyfusion.kernels.attention.tiles import attend_in_tiles, tiles
-from earlyfusion.model.cache import CachePlan, KdaSlots, MlaPages
+from earlyfusion.kernels.attention.tiles import attend_in_tiles
+from earlyfusion.model.cache import KdaSlots, MlaPages
 from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.requests import Request, SamplingParams
 
@@ -69,23 +69,6 @@ def test_taken_pages_and_slots_are_empty_whatever_stood_there_and_padding_is_nev
     assert all((tensor == 0).all() for tensor in state.values())
 
 
-def test_states_survive_export_and_restore_at_another_place():
-    some, other = pools(), pools(page_size=8)
-    slot, pages = some.take_slot(), [some.take_page() for _ in range(3)]
-    generator = torch.Generator().manual_seed(0)
-    for tensor in memory(some):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    saved = some.export(slot, pages, 10)
-    there = other.take_slot(), [other.take_page() for _ in range(2)]
-    other.check(saved, 10)
-    other.restore(saved, *there, 10)
-    again = other.export(*there, 10)
-    assert saved.keys() == again.keys()
-    assert all(torch.equal(saved[name], again[name]) for name in saved)
-    with pytest.raises(ValueError, match="another model"):
-        other.check(saved, 11)
-
-
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
 def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rounding):
     """Absorbed attention against its law in fp64, |logit| about 20. Rounded logits would be off by 20
@@ -100,27 +83,6 @@ def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rou
     padded = torch.nn.functional.pad(keys_NLR, (0, 0, 0, 1000))
     got, _ = attend_in_tiles(query_NXR, last_NX1, 300, lambda start, stop: padded[:, start:stop], 16, scale)
     assert (got.double() - law).norm() < rounding * law.norm()
-
-
-@pytest.mark.parametrize("lengths", [(1, 5, 130), (300, 64, 129, 7)])
-def test_paged_attention_equals_attention_over_gathered_keys(lengths):
-    """Scattered pages, several tiles, several queries; fp64 against one plain softmax."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    heads, size, rank, page, width, count = 3, 10, 7, 16, 2, len(lengths)
-    longest = tiles(max(lengths))[-1][1]
-    order = torch.randperm(count * longest // page, generator=generator) + 1
-    layer, tables = MlaPages(draw((len(order) + 1) * page, size), page), order.view(count, -1)
-    queries = draw(count, width, heads, size)
-    last = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths])
-    none = torch.zeros(0)
-    plan = CachePlan(False, none, none, tables, last, torch.arange(count * width))
-    got = layer.attend(queries.flatten(0, 1), plan, rank, 0.3).view(count, width, heads, rank)
-    for n in range(count):
-        for w in range(width):
-            keys = layer.pages_PSR[tables[n]].flatten(0, 1)[: int(last[n, w]) + 1]
-            p = (queries[n, w] @ keys.T * 0.3).softmax(-1)
-            torch.testing.assert_close(got[n, w], p @ keys[:, :rank], atol=1e-12, rtol=0)
 
 
 def test_the_padding_rows_of_a_step_leave_no_trace():
@@ -194,14 +156,6 @@ def test_other_pictures_are_another_beginning_and_new_weights_forget_all():
     (got,) = engine.generate([both])
     assert got.cached_tokens == 0 and got.versions == [1] * 6
     assert got.ids == serve(model(1), [both])["two", 0].ids
-
-
-def test_checkpoints_make_room_when_pages_are_short():
-    engine = cached(model(), max_pages=12, max_slots=2)
-    for index in range(6):
-        engine.generate([Request(f"r{index}", tokens(60, index), drawn(8))])
-    assert engine.stats()["prefix_evictions"] >= 5
-    all_returned(engine)
 
 
 def test_captured_routing_does_without_hits():

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
+from engine_cases import trained_logits
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
-from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.generate import generate, pack_prompts
+from earlyfusion.model.engine.requests import Request, SamplingParams
+from earlyfusion.model.generate import engine_for, generate
 
 TOKENS = 12
 BOUNDED = dict(num_heads=2, head_dim=16, gate_lower_bound=-5.0, full_rank_output_gate=True)
@@ -33,22 +34,6 @@ def prompts(tokenizer, config, seed=0):
     ]
 
 
-def slow_greedy(model, prompt, count, banned):
-    """Greedy decoding by a full forward pass over the whole text for every new token; no cache."""
-    row = pack_prompts(model, [prompt])
-    ids, new = row.ids, []
-    with torch.no_grad():
-        vision = model.embed(row)
-        for _ in range(count):
-            x = torch.cat([vision, model.decoder.embed_tokens(ids[len(vision) :])])
-            h = model.decoder(x, Segments.from_lengths([len(ids)]))
-            logits = h[-1] @ model.decoder.head_weight().T
-            logits[banned] = float("-inf")
-            new.append(int(logits.argmax()))
-            ids = torch.cat([ids, torch.tensor(new[-1:])])
-    return new
-
-
 @pytest.mark.parametrize(
     "text", [{"attn_res": "full"}, {"linear_attn_config": BOUNDED, "tie_word_embeddings": True}]
 )
@@ -56,10 +41,14 @@ def test_cached_greedy_equals_full_recomputation_token_for_token(text):
     tokenizer = tiny_tokenizer()
     config = tiny_config(tokenizer, **text)
     model = tiny_model(config)
-    given = prompts(tokenizer, config)
-    cached = generate_ids(model, given, max_new_tokens=TOKENS)
-    assert cached == [slow_greedy(model, p, TOKENS, [config.media_token_id]) for p in given]
-    assert len({tuple(answer) for answer in cached}) > 1  # the prompts matter
+    given, params = prompts(tokenizer, config), SamplingParams(TOKENS, 0.0, ignore_eos=True)
+    requests = [Request(str(index), prompt, params) for index, prompt in enumerate(given)]
+    cached = [done.ids for done in engine_for(model, None, given, TOKENS).generate(requests)]
+    for prompt, ids in zip(given, cached):
+        logits = trained_logits(model, prompt, ids)
+        logits[:, config.media_token_id] = float("-inf")
+        assert logits.argmax(-1).tolist() == ids
+    assert len({tuple(ids) for ids in cached}) > 1  # the prompts matter
 
 
 def test_generate_ends_where_the_text_does_and_refuses_nothing():

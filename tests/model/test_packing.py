@@ -104,17 +104,6 @@ def test_a_broken_token_stays_in_its_document(shape, value):
     torch.testing.assert_close(broken.grad[others], x_TD.grad[others], atol=2e-4, rtol=0)
 
 
-def test_wrong_number_of_image_features_is_refused():
-    config = tiny_fusion()
-    model = build(config)
-    doc = document(10, [(1, 2, 4)], config, 0)
-    with pytest.raises(ValueError, match="2 features but the text holds 1"):
-        model(replace(doc, media_positions=doc.media_positions[:1]))
-    other = text_documents([5], config)
-    with pytest.raises(ValueError, match=r"12 token embeddings but segments that add up to 5"):
-        model(replace(doc, segments=other.segments))
-
-
 def test_bf16_autocast_stays_close_to_fp32():
     # dense: with experts a rounded score may pick another expert,
     # a jump that is no rounding error of the others
@@ -157,3 +146,5 @@ def test_documents_may_share_a_picture_that_is_encoded_once():
     assert encoded == [24, 32, 0]  # the first did not call the tower
     with pytest.raises(ValueError, match="media_pad"):
         model.embed(once, feature_of_M=own_M[:-1])
+    with pytest.raises(ValueError, match=r"token embeddings but segments that add up to 5"):
+        model(replace(twice, segments=text.segments))

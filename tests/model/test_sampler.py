@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from earlyfusion.model.engine.sampler import Controls, Needs, choose, gumbel, restrict, sequence_key
+from earlyfusion.model.engine.sampler import Controls, Needs, choose, gumbel, sequence_key
 
 pytestmark = pytest.mark.usefixtures("way")
 NOTHING = torch.zeros(0, dtype=torch.long)
@@ -76,15 +76,6 @@ def test_draws_follow_the_distribution_whose_logprobs_are_returned(temperature, 
     torch.testing.assert_close(chosen[1], expected.log()[chosen[0].long()], atol=1e-6, rtol=0)
     plain = logits.double().log_softmax(-1)[chosen[0].long()]
     torch.testing.assert_close(chosen[2], plain, atol=1e-6, rtol=0)
-
-
-def test_top_p_keeps_the_smallest_sufficient_set():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for top_p, allowed in ((0.4, 1), (0.5, 1), (0.51, 2), (0.79, 2), (0.94, 3), (1.0, 4)):
-        kept = restrict(logits, controls([1], top_p=top_p)).isfinite().sum().item()
-        assert kept == allowed
-    ties = torch.zeros(1, 8)
-    assert restrict(ties, controls([1], top_p=0.3)).isfinite().tolist() == [[True] * 3 + [False] * 5]
 
 
 def test_greedy_rows_and_drawn_rows_share_a_batch():

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,14 +135,3 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol
         bound = atol * max(1.0, tensor.abs().max().item())
         message = lambda text, name=name: f"{name}: {text}"
         torch.testing.assert_close(got[name], tensor, atol=bound, rtol=rtol, msg=message)
-
-
-def interpreted(worker: str, path: Path) -> Any:
-    """What a worker of tests/model writes to the path, in a process of its own with TRITON_INTERPRET=1:
-    interpreting is chosen when a kernel is defined, before its first import."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.model.{worker}", str(path)]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(path, weights_only=False)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.encoder import PositionTable
-from earlyfusion.vision.grid import VisionGrid, merge_order, resample_taps, rope_turns, time_table
+from earlyfusion.vision.grid import VisionGrid, resample_taps, rope_turns, time_table
 
 RESAMPLE_TOL = 1e-6  # float32 weights of unit-size table entries
 CPU = torch.device("cpu")
@@ -27,23 +26,6 @@ def test_weighted_gather_equals_interpolate(size, mode, seed):
         table.permute(2, 0, 1)[None], size, mode=mode, align_corners=False, antialias=False
     )
     assert (got - expected[0].flatten(1).T).abs().max() <= RESAMPLE_TOL
-
-
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_resampling_to_the_own_size_of_an_oblong_table_is_the_identity(mode):
-    cfg = VisionConfig.preset("tiny", pos_emb_height=6, pos_emb_width=10, pos_emb_interpolation=mode)
-    table = PositionTable(cfg)
-    grid = VisionGrid.from_grids([(1, 6, 10)], cfg)
-    order = torch.from_numpy(merge_order(6, 10, (2, 2)))
-    assert torch.equal(table(grid.on(CPU)), table.weight.flatten(0, 1)[order])
-
-
-def test_images_of_one_size_share_their_resampling():
-    cfg = VisionConfig.preset("tiny")
-    grid = VisionGrid.from_grids([(1, 4, 6)] * 3 + [(2, 4, 6), (1, 6, 4)], cfg)
-    at = grid.on(CPU)
-    assert at.position_index_UW.shape == (48, 4) and grid.num_patches == 3 * 24 + 48 + 24
-    assert VisionGrid.from_grids([(1, 4, 6), (1, 6, 4)], cfg).on(CPU).position_row_P is None
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 72])
