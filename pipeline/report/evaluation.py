@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.lm_eval import run_harness
@@ -33,10 +32,9 @@ from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.options import Options, verb
+from earlyfusion.pipeline.progress import is_finite
 from earlyfusion.pipeline.report.data import read_dict
 from earlyfusion.pipeline.report.page import write_page
-
-COLUMNS = ("n", "score", "standard_error", "chance", "majority", "unextracted", "more")
 
 
 class EvalOptions(Options):
@@ -134,16 +132,13 @@ def evaluate(options: EvalOptions) -> None:
     summaries = []
     with Progress(console=Console(stderr=True), disable=options.quiet) as bar:
         for task in tasks:
-            advance = partial(_advance, bar, bar.add_task(task.label, total=None))
+            row = bar.add_task(task.label, total=None)
+            advance = lambda done, every, row=row: bar.update(row, completed=done, total=every)
             summaries.append(run_task(model, task, limit=limit, out=out, progress=advance))
     show(summaries)
     if out is not None:
         write_pages(out)
         print(f"records and summaries: {out}", file=sys.stderr)
-
-
-def _advance(bar: Progress, row: TaskID, done: int, every: int) -> None:
-    bar.update(row, completed=done, total=every)
 
 
 def _model(options: EvalOptions) -> Model:
@@ -201,19 +196,11 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
 
 
 def show(summaries: Sequence[dict[str, Any]]) -> None:
-    """A table of scores beside their baselines, on standard output."""
-    columns: dict[str, dict[str, Any]] = {name: {} for name in COLUMNS}
+    """A table of every task's numbers, on standard output."""
+    columns: dict[str, dict[str, Any]] = {}
     for summary in summaries:
-        metrics, more = dict(summary["metrics"]), []
-        for name in COLUMNS[:-1]:
-            columns[name][summary["task"]] = metrics.pop(name, None)
-        for name, value in metrics.items():
-            if name != "samples" and isinstance(value, int | float):
-                more.append(f"{name} {value:.4g}")
-        if summary["refused"]:
-            more.append(f"refused (too long) {summary['refused']}")
-        columns["more"][summary["task"]] = ", ".join(more)
-
+        numbers = {name: value for name, value in summary["metrics"].items() if is_finite(value)}
+        columns[summary["task"]] = numbers | {"refused (too long)": summary["refused"] or None}
     figures.show("evaluation", columns)
     for summary in summaries:
         for line in summary.get("explained", ()):

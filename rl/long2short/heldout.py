@@ -89,10 +89,7 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
 def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
     """OUT/report.html: the table before and after, the curves, and greedy answers that changed, the largest
     changes of length first. One file that loads nothing from elsewhere."""
-    before, after = (read_jsonl(out / "heldout" / f"{name}.jsonl") for name in ("before", "after"))
-    greedy = [(a, b) for a, b in pairs_of(before, after) if b["way"] == "greedy"]
-    moved = [(a, b) for a, b in greedy if a["answer"] != b["answer"]]
-    moved.sort(key=lambda pair: -abs(pair[1]["tokens"] - pair[0]["tokens"]))
-    run = read_run(out) | {"title": f"long2short · {out.resolve().name}", "summary": summary}
-    page = run | {"rows": summary["heldout"], "compared": len(greedy), "moved": moved}
-    return write_page(out / "report.html", "long2short.html", page)
+    pairs = pairs_of(*(read_jsonl(out / "heldout" / f"{name}.jsonl") for name in ("before", "after")))
+    pairs.sort(key=lambda pair: -abs(pair[1]["tokens"] - pair[0]["tokens"]))
+    page = {"title": f"long2short · {out.resolve().name}", "summary": summary, "pairs": pairs}
+    return write_page(out / "report.html", "long2short.html", read_run(out) | page)

@@ -27,7 +27,7 @@ Pair = tuple[Measured, Measured]
 
 
 class Said(BaseModel):
-    """One answer of a logged group; n: how many were equal."""
+    """One answer of a logged group."""
 
     text: Any
     score: float | None
@@ -35,7 +35,6 @@ class Said(BaseModel):
     advantage: float | None
     finish: Any
     status: Any
-    n: int = 1
 
 
 class Group(BaseModel):
@@ -55,14 +54,6 @@ class Group(BaseModel):
     def spread(self) -> float:
         """Variance of the rewards: how much the group has to teach."""
         return pvariance([one.reward or 0.0 for one in self.answers])
-
-    def distinct(self) -> list[Said]:
-        """Equal answers together, best advantage first."""
-        found: dict[Any, Said] = {}
-        for one in self.answers:
-            known = found.setdefault(repr(one), one.model_copy(update={"n": 0}))
-            known.n += 1
-        return sorted(found.values(), key=lambda one: one.advantage or 0.0, reverse=True)
 
 
 def read_groups(out: Path) -> list[Group]:

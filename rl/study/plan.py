@@ -308,14 +308,10 @@ def write_recipes(config: StudyConfig, out: Path) -> None:
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys in which two plans differ so that their results must not be mixed."""
+    """Keys in which two plans differ so that their results must not be mixed; seeds, runs and arms may be
+    added."""
     free = ("seeds", "rl_seeds", "arms")
     keys = [key for key in {*old, *new} if key not in free and old.get(key) != new.get(key)]
-
-    # What is only said about an arm may change.
     known = {arm["name"]: arm for arm in old.get("arms", [])}
-    for arm in new["arms"]:
-        before = known.get(arm["name"], arm)
-        if any(before.get(key) != arm.get(key) for key in {*before, *arm} - {"about", "kind", "against"}):
-            keys.append(f"arms.{arm['name']}")
+    keys += [f"arms.{arm['name']}" for arm in new["arms"] if known.get(arm["name"], arm) != arm]
     return sorted(keys)

@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from earlyfusion.kernels.files import read_jsonl
 from earlyfusion.pipeline.report.data import Series, read_run, series
 from earlyfusion.pipeline.report.page import number, write_page
 from earlyfusion.rl.report.run import measured_curves
@@ -56,7 +55,6 @@ def write_report(config: StudyConfig, out: Path, results: Row) -> Path:
         "judged": {arm.name: primary_of(config, arm) for arm in config.arms},
         "rows": rows,
         "curves": curves(config, out),
-        "costs": costs(out),
     }
     return write_page(out / "report.html", "study.html", page)
 
@@ -110,14 +108,3 @@ def curves(config: StudyConfig, out: Path) -> list[tuple[str, str, dict[str, Ser
             steps = sorted(set.intersection(*map(set, known))) if known else []
             arms[arm.name] = (steps, [fmean(run[step] for run in known) for step in steps])
     return charts
-
-
-def costs(out: Path) -> dict[str, tuple[int, float]]:
-    """Arm -> its runs, and the median of their seconds."""
-    seconds = defaultdict(list)
-    for record in read_jsonl(out / "study.jsonl"):
-        # A stage is "run/<start>/<arm>/<run>".
-        kind, *place = str(record.get("stage")).split("/")
-        if record.get("event") == "done" and kind == "run":
-            seconds[place[1]].append(float(record["seconds"]))
-    return {arm: (len(own), median(own)) for arm, own in seconds.items()}

@@ -17,7 +17,6 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.tasks.problem import Task
-from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.eval import measure as m
 from earlyfusion.eval import measured as numbers
 from earlyfusion.eval.measured import load_measured, paired, write_measured
@@ -110,26 +109,21 @@ def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows
 def test_pictures_are_replaced_and_questions_stay():
     """Grey and swapped pictures keep the tokens of the prompt; what is told in words has nothing to
     replace."""
-    ways, entry = ("true", "grey", "swapped", "none"), ENTRIES[0]
-    asked = m.ask(model(), TOKENIZER, [*ENTRIES[:2]], problems=6, seed=3, pictures=ways)
-    by_label = {}
-    for question in asked.questions:
-        by_label.setdefault(question.label, []).append(question)
-    assert list(by_label) == [entry.label, *(f"{entry.label}/{how}" for how in ways[1:]), ENTRIES[1].label]
-    true, grey, swapped, none = ([q.prompt for q in by_label[label]] for label in list(by_label)[:4])
+    net, entry = model(), ENTRIES[0]
+    ways = ("true", "grey", "swapped", "none")
+    asked = m.ask(net, TOKENIZER, ENTRIES[:2], problems=6, seed=3, pictures=ways)
+    labels = [entry.label, *(f"{entry.label}/{how}" for how in ways[1:]), ENTRIES[1].label]
+    assert list(numbers.summary(asked.measured())) == labels
+    prompts = [question.prompt for question in asked.questions]
+    true, grey, swapped, none = (prompts[6 * i : 6 * i + 6] for i in range(4))
     for i, (own, blank, missing) in enumerate(zip(true, grey, none)):
         assert torch.equal(own.ids, blank.ids) and own.grids == blank.grids
-        assert not torch.equal(own.patches, blank.patches) and set(blank.patches.unique().tolist()) <= {
-            0,
-            128,
-        }
+        assert not torch.equal(own.patches, blank.patches)
+        assert set(blank.patches.unique().tolist()) <= {0, 128}
         assert torch.equal(swapped[i].patches, true[(i + 1) % 6].patches)
         assert not len(missing.grids) and len(missing) < len(own)
-    assert list(numbers.summary(asked.measured())) == list(by_label)
-    tools = entry_of("counting/1/picture/tools")
-    problem = by_label[entry.label][0].problem
-    assert not len(encode_prompt(problem, tools, CHAT, model().config.vision, ()).grids)
-    assert len(encode_prompt(problem, tools, CHAT, model().config.vision).grids) == 1
+    given = (asked.questions[0].problem, entry_of("counting/1/picture/tools"), CHAT, net.config.vision)
+    assert len(encode_prompt(*given).grids) == 1 and not len(encode_prompt(*given, ()).grids)
 
 
 def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
@@ -142,28 +136,14 @@ def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
     told = [[(one.label, one.key, one.target) for one in part] for part in (first, second)]
     assert told[0] == told[1] and not {one.key for one in first} & {one.key for one in other}
     assert [one.p_target for one in first] != [one.p_target for one in second]
+    # arithmetic at level 0 has few held-out sums: fewer problems, each once.
+    _, drawn = m.held_out(TaskEntry(name="arithmetic"), 200, 0)
+    assert 3 <= len(drawn) == len({problem.question + problem.description for problem in drawn}) < 30
     pictures, twins, _ = numbers.by_problem(first).values()
     assert list(pictures) == list(twins) and len(pictures) == 6
     assert all("/test/" in one.key for one in first)
     assert all(one.picture is not None for one in pictures.values())
     assert all(one.picture is None for one in twins.values())
-
-
-def test_no_problem_is_asked_twice():
-    """arithmetic at level 0 has few held-out sums: fewer problems, each once."""
-    _, drawn = m.held_out(TaskEntry(name="arithmetic"), 200, 0)
-    assert 3 <= len(drawn) < 30
-    assert len({problem.question + problem.description for problem in drawn}) == len(drawn)
-
-
-@pytest.mark.parametrize("name", sorted(PROCEDURAL))
-def test_the_target_of_every_task_counts_as_solved(name):
-    task = make_task(name)
-    for level in range(len(task.levels)):
-        for seed in range(5):
-            problem = task.sample(seed, "test", level)
-            assert numbers.solved(name, task.reward(problem, problem.target)), problem.key
-    assert not numbers.solved(name, 0.49)
 
 
 @pytest.mark.parametrize("thinks", ["red square, blue circle", "one"])
@@ -201,26 +181,18 @@ def test_ece_of_known_cases():
     assert numbers.ece(p, rng.random(20_000) < p) < 0.02  # calibrated by construction
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
-def test_entropy_matching_finds_the_temperature_back(temperature):
-    net = model()
-    asked = m.ask(net, TOKENIZER, ENTRIES[1:2], problems=6, seed=0)
-    wanted = asked.entropy(temperature)
-    found = m.match_entropy(asked, wanted)
-    assert found.reached and found.temperature == pytest.approx(temperature, rel=2e-2)
-    assert found.entropy == pytest.approx(wanted, abs=2e-4)
-    assert found.p_target == pytest.approx(
-        np.mean([one.p_target for one in asked.measured(temperature)]), rel=2e-2
-    )
-    assert [one.answer for one in found.measured] == [one.answer for one in asked.measured()]
-
-
-def test_an_entropy_out_of_reach_is_said_to_be():
-    asked = m.ask(model(), TOKENIZER, ENTRIES[:1], problems=2, seed=0)
+def test_entropy_matching_finds_the_temperature_back_or_says_that_it_is_out_of_reach():
+    asked = m.ask(model(), TOKENIZER, ENTRIES[1:2], problems=6, seed=0)
+    for temperature in (0.4, 1.0, 2.5):
+        wanted, there = asked.entropy(temperature), asked.measured(temperature)
+        found = m.match_entropy(asked, wanted)
+        assert found.reached and found.temperature == pytest.approx(temperature, rel=2e-2)
+        assert found.entropy == pytest.approx(wanted, abs=2e-4)
+        assert found.p_target == pytest.approx(np.mean([one.p_target for one in there]), rel=2e-2)
+        assert [one.answer for one in found.measured] == [one.answer for one in there]
     assert not m.match_entropy(asked, 100.0).reached
     with pytest.raises(DataError, match="nats"):
         m.match_entropy(asked, math.nan)
-    assert [q.entry.label for q in asked.only("counting/1/picture").questions] == ["counting/1/picture"] * 2
     with pytest.raises(DataError, match="known"):
         asked.only("maze/0/picture")
 
@@ -276,12 +248,6 @@ def test_paired_rows_see_a_planted_difference_and_nothing_else():
     assert (picture, "pass@1") not in rows_of(before, drawn[0]), "only one side drew"
     with pytest.raises(DataError, match="share no problem"):
         paired(before, [replace(one, key=one.key + "x") for one in after])
-
-
-@pytest.mark.parametrize("wrong", [{"problems": 0}, {"samples": -1}, {"temperature": 0.0}, {"slots": 0}])
-def test_counts_out_of_range_are_refused(wrong):
-    with pytest.raises(DataError, match="expected"):
-        m.measure(model(), TOKENIZER, ENTRIES, **{"problems": 2, "seed": 0, **wrong})
 
 
 def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):

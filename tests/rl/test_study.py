@@ -120,8 +120,6 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     lines.append({"event": "eval", "step": 2, TWIN: {"accuracy": 0.5}})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run_folder(tmp_path, 0, "vision", 0) / "metrics.jsonl").write_text(text)
-    note = {"event": "done", "stage": "run/p0/vision/r0", "seconds": 1234.0}
-    (tmp_path / "study.jsonl").write_text(json.dumps(note) + "\n{torn")
     file = beside(measured_file(tmp_path, 0), "probe")
     file.write_text(json.dumps({"picture>twin": [0.5, 0.5]}))
     found = analyse(config, tmp_path, DRAWS)
