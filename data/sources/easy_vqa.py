@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pydantic import Field
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, open_picture, question_text
 from earlyfusion.data.sources.base import Options, Source, source
 
@@ -39,13 +38,10 @@ class Picture:
 
 @cache
 def load_split(split: str) -> tuple[Picture, ...]:
-    """All pictures of "train" or "test" in order of their number; raises DataError when the package is
-    missing."""
+    """All pictures of "train" or "test" in order of their number."""
     # Found without importing it: only its files are of use.
-    spec = importlib.util.find_spec("easy_vqa")
-    if spec is None or spec.origin is None:
-        raise DataError("package easy-vqa is not installed; run: pip install easy-vqa")
-    root = Path(spec.origin).parent / "data" / split
+    package = Path(str(importlib.util.find_spec("easy_vqa").origin)).parent  # type: ignore[union-attr]
+    root = package / "data" / split
     # The file lists questions, a document needs them by picture.
     asked: dict[int, list[tuple[str, str]]] = {}
     for question, answer, picture in json.loads((root / "questions.json").read_text(encoding="utf-8")):

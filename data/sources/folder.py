@@ -145,14 +145,8 @@ class Folder(Listed):
         return Sample(segments, self.name, item.key)
 
     def _line(self, item: _Item, loss: float) -> list[Segment]:
-        with item.path.open("rb") as file:
-            file.seek(item.offset)
-            # One more than allowed, so that a longer line is noticed without reading it.
-            raw = file.readline(TEXT_BYTES + 1)
         where = f"{item.path}, line {item.key.rpartition(':')[2]}"
-        within(len(raw), TEXT_BYTES, where)
-
-        entry = json_object(raw, where)
+        entry = json_object(_text_of(item.path, item.offset), where)
         if not isinstance(entry.get("text"), str):
             raise BadSample(
                 f'{where}: no "text" string; expected {{"text": ..., "image": optional path}}', "bad_json"
@@ -164,12 +158,16 @@ class Folder(Listed):
         return [Image(path), Text("\n" + entry["text"], loss)]
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Path, offset: int = -1) -> str:
+    """The text of a file, or of its line at `offset`."""
     try:
-        within(path.stat().st_size, TEXT_BYTES, str(path))
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            # One more than allowed, so that too long a text is noticed without reading it.
+            file.seek(max(offset, 0))
+            raw = file.read(TEXT_BYTES + 1) if offset < 0 else file.readline(TEXT_BYTES + 1)
     except OSError as error:
         raise BadSample(f"{path}: cannot be read ({error.strerror})") from None
+    within(len(raw), TEXT_BYTES, str(path))
     # Never guessed: text in a wrong encoding would be learned as it looks.
     text = utf8(raw, str(path))
     if not text.strip():

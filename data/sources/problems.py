@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat
 
 from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.sources.base import Generated, GeneratedOptions, source
@@ -27,23 +26,16 @@ from earlyfusion.data.tasks.registry import make_task
 
 
 class ProblemsOptions(GeneratedOptions):
-    tasks: dict[str, float] = Field(min_length=1)
+    tasks: dict[str, NonNegativeFloat] = Field(min_length=1)
     """Task -> weight: verifiable tasks of data/tasks, such as { counting = 2, relation = 1 }."""
     difficulty: int | dict[str, int] = 0
     """Level of all tasks, or by task (0 where not named)."""
-    forms: dict[Literal["picture", "twin", "rendered"], float] = {"picture": 1.0}
+    forms: dict[Form, NonNegativeFloat] = {"picture": 1.0}
     """Form -> weight: the picture, its description in words, or that description drawn as a picture."""
     thought: float = Field(0.0, ge=0, le=1)
     """Share of the documents whose answer tells what there is before it answers."""
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of descriptions and questions; answers have 1."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ProblemsOptions:
-        for name, weights in (("tasks", self.tasks), ("forms", self.forms)):
-            if not weights or min(weights.values()) < 0 or not any(weights.values()):
-                raise ValueError(f"{name} {dict(weights)}: expected no weight below 0 and at least one above")
-        return self
 
 
 @source("problems", ProblemsOptions, pictures=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64, held_out
 from earlyfusion.data.sample import Sample, Text
 from earlyfusion.data.sources.base import Listed, Options, source
@@ -22,7 +21,10 @@ class Pydoc(Listed):
     bytes held out."""
 
     def open(self) -> None:
-        self._topics = _topics()
+        # Here, for some distributions leave the manual out.
+        from pydoc_data.topics import topics
+
+        self._topics = topics
         held = _heldout_topics(self._topics, self.val_fraction)
         self.held = [name for name in sorted(self._topics) if name in held]
         self.train = [name for name in sorted(self._topics) if name not in held]
@@ -33,19 +35,6 @@ class Pydoc(Listed):
     def contents(self) -> Iterator[object]:
         for name in self.train:
             yield f"{name} {len(self._topics[name])}"
-
-
-@lru_cache(maxsize=1)
-def _topics() -> dict[str, str]:
-    try:
-        # The manual ships with most Pythons; distributions may leave it out.
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise DataError(
-            "this Python has no pydoc_data.topics (some distributions cut it out); use another source of"
-            " text, for example kind = 'folder'"
-        ) from None
-    return dict(topics)
 
 
 _SHARED_PARAGRAPH_CHARS = 80
@@ -152,10 +141,6 @@ def _library(total_bytes: int) -> tuple[tuple[str, str], ...]:
         if text.strip():
             files.append((name, text))
             used += len(text.encode())
-    if not files:
-        raise DataError(
-            f"no Python sources under {root} (a compiled-only installation?); use kind = 'folder'"
-        )
     return tuple(files)
 
 

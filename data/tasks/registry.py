@@ -10,22 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from earlyfusion.data.tasks import (
-    calculation,
-    jigsaw,
-    maze,
-    odd_one_out,
-    places,
-    reading,
-    text_math,
-)
+# Imported for what they register.
+from earlyfusion.data.tasks import calculation, jigsaw, maze, odd_one_out, places, reading, text_math  # noqa: F401
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 
-__all__ = ["EXAMS", "PROCEDURAL", "TASKS", "make_task"]
-
-# Named once, so that the imports are not taken for unused.
-FAMILIES = (places, reading, jigsaw, maze, odd_one_out, calculation, text_math)
 PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name != "text_math")
 """Tasks with problems that need no data."""
 EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
