@@ -46,20 +46,11 @@ def _print_rows(console: Console, table: Table, columns: list[list[Text]]) -> No
         console.print(table.title, style="italic", highlight=False)
     for number in range(1, len(columns[0])):
         console.print(columns[0][number])
+        # Broken between words where it is longer than a line.
         line = Text()
         for name, *cells in columns[1:]:
-            cell = cells[number - 1]
-            # A head of several lines names a cell of as many, line by line.
-            names, values = name.plain.split("\n"), cell.split("\n")
-            pairs = [(" ".join(names), cell)]
-            if table.show_header and len(names) == len(values):
-                pairs = list(zip(names, values))
-            for label, value in pairs:
-                piece = Text(f"  {label} " if label else "  ") + value
-                if line and line.cell_len + piece.cell_len > console.width:
-                    console.print(line)
-                    line = Text()
-                line += piece if value.plain.strip() else Text()
+            for part in (name, cells[number - 1]):
+                line += Text(" ").join([Text(" "), *part.split("\n")])
         console.print(line)
 
 

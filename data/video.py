@@ -38,7 +38,7 @@ from earlyfusion.data.decode import Media
 from earlyfusion.data.decode_config import VIDEO_BACKENDS, DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import MEDIA_BYTES, VideoFile, within
-from earlyfusion.kernels.errors import did_you_mean, one_line
+from earlyfusion.kernels.errors import one_line
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, grid_of, navit_size, num_patches, prepare_clip
 
@@ -49,8 +49,6 @@ CHUNK = 4
 """Frames asked of decord at once: enough to decode in one sweep, few enough to stay small."""
 SHORTEST_MS, DEFAULT_MS = 20, 100
 """Durations in an animation: a shorter one counts as the default, as in browsers and FFmpeg."""
-DEMUXERS = {"mp4": "mov"}
-"""Container (`container_of`) -> FFmpeg's name of its demuxer, where it is another."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,15 @@ class Clip:
 def problem(backend: str) -> str | None:
     """Why a backend cannot be used here; None when it can."""
     # decord is never asked without PyAV beside it, which lists the packets first.
-    for module in ("av", "decord")[: 1 + (backend == "decord")]:
-        try:
-            loaded = importlib.import_module(module)
-        except Exception as error:  # not there, made for another CPU, a library of FFmpeg that is missing
-            said = str(error).strip().splitlines()[0][:160]
-            return f"{module} does not load ({said}); pip install 'earlyfusion[video]'"
-        if module == "decord":
-            loaded.logging.set_level(loaded.logging.QUIET)
+    module = "av"
+    try:
+        importlib.import_module(module)
+        if backend == "decord":
+            module = "decord"
+            decord = importlib.import_module(module)
+            decord.logging.set_level(decord.logging.QUIET)
+    except Exception as error:  # not there, made for another CPU, a library of FFmpeg that is missing
+        return f"{module} does not load ({one_line(error, 160)}); pip install 'earlyfusion[video]'"
     return None
 
 
@@ -115,7 +114,7 @@ def open_clip(video: Stored, backend: str, container: str, where: str, decode: D
     if backend == "pillow":
         return _open_animation(video, where, decode)
     with _container(video, container) as opened:
-        listing = _listing(opened, decode.video_max_frames)
+        listing = _listing(*opened, decode.video_max_frames)
     if min(listing.size) < 1:
         raise ValueError(f"frames of {listing.size[0]} x {listing.size[1]} pixels")
 
@@ -151,28 +150,23 @@ class Listing:
 
 
 @contextmanager
-def _container(video: Stored, container: str) -> Iterator[Any]:
-    """The open container, closed with its file at the end."""
+def _container(video: Stored, container: str) -> Iterator[tuple[Any, Any]]:
+    """The open container, closed with its file at the end, and the video stream FFmpeg deems best, as decord
+    takes it."""
     av = importlib.import_module("av")
     # A path is opened here: FFmpeg would take "concat:a" for an order.
     with io.BytesIO(video) if isinstance(video, bytes) else open(video, "rb") as file:
         options = {"protocol_whitelist": "none"}
-        demuxer = DEMUXERS.get(container, container)
-        with av.open(file, format=demuxer, container_options=options) as opened:
-            yield opened
+        with av.open(file, format=container, container_options=options) as opened:
+            # A file may hold a cover picture as a second stream.
+            stream = opened.streams.best("video")
+            if stream is None:
+                raise ValueError("no video stream in it")
+            stream.codec_context.thread_count = 1  # workers are parallel already
+            yield opened, stream
 
 
-def _stream(container: Any) -> Any:
-    """The video stream FFmpeg deems best, as decord takes it."""
-    # A file may hold a cover picture as a second stream.
-    stream = container.streams.best("video")
-    if stream is None:
-        raise ValueError("no video stream in it")
-    return stream
-
-
-def _listing(container: Any, limit: int) -> Listing:
-    stream = _stream(container)
+def _listing(container: Any, stream: Any, limit: int) -> Listing:
     pts: list[int] = []
     early: dict[int, int] = {}
     # AVI stores no presentation times, and what FFmpeg guesses is wrong with B-frames.
@@ -206,9 +200,7 @@ def _pyav_frames(video: Stored, container: str, listing: Listing, indices: Seque
 
         def start() -> tuple[Any, Any, Iterator[Any]]:
             held.close()
-            opened = held.enter_context(_container(video, container))
-            stream = _stream(opened)
-            stream.codec_context.thread_count = 1  # workers are parallel already
+            opened, stream = held.enter_context(_container(video, container))
             return opened, stream, opened.decode(stream)
 
         opened, stream, frames = start()
@@ -379,13 +371,11 @@ def sure_of(head: bytes) -> bool:
 def backend_of(asked: str) -> str:
     """The backend to use: `asked`, or for "auto" the first installed.
 
-    Raises DataError for an unknown one, and for one that is not installed, naming the extra.
+    Raises DataError for one that is not installed, naming the extra.
     """
     # decord is the faster one where it can read a file.
     if asked == "auto":
         asked = next((name for name in VIDEO_BACKENDS if problem(name) is None), "pyav")
-    if asked not in VIDEO_BACKENDS:
-        raise DataError(f"unknown video backend {asked!r}; {did_you_mean(asked, VIDEO_BACKENDS)}")
     missing = problem(asked)
     if missing is not None:
         raise DataError(f"video backend {asked!r}: {missing}")
@@ -405,11 +395,8 @@ def sample_indices(
 def _head(video: Stored, where: str) -> bytes:
     """The first bytes of a file that is there, not empty and not too large; raises BadSample."""
     try:
-        if isinstance(video, bytes):
-            size, head = len(video), video[:_HEAD]
-        else:
-            with open(video, "rb") as file:
-                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
+        with io.BytesIO(video) if isinstance(video, bytes) else open(video, "rb") as file:
+            head, size = file.read(_HEAD), file.seek(0, os.SEEK_END)
     except FileNotFoundError:
         raise BadSample(f"{where}: no such file; check the path", "missing_member") from None
     except OSError as error:

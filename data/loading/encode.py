@@ -15,8 +15,7 @@ Legend: n tokens, P patches, p patch side in pixels, M media pads (= merged visi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -97,43 +96,6 @@ class Encoded:
         )
 
 
-@dataclass
-class _Writer:
-    """Collects tokens and media in order; lists, because a document is made of many short runs."""
-
-    tokenizer: Tokenizer
-    merge: tuple[int, int]
-    ids: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    patches: list[Tensor] = field(default_factory=list)
-    grids: list[Grid] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    pads: list[int] = field(default_factory=list)
-
-    def add(self, ids: Iterable[int], weight: float = 0.0) -> None:
-        self.ids.extend(ids)
-        # As many weights as ids came, which may be an iterator.
-        self.weights.extend([weight] * (len(self.ids) - len(self.weights)))
-
-    def add_media(self, media: Media) -> None:
-        token, frame = self.tokenizer, 0
-        for patches, grid in media.items:
-            word = "image"
-            # Only a video has times; each item begins with that of its first frame.
-            if media.timestamps:
-                word = "video"
-                self.add(token.encode(timestamp(media.timestamps[frame])))
-                frame += grid[0]
-            # The span covers the markup too: a cut inside it would leave half a picture.
-            start = len(self.ids)
-            self.add([token.media_begin_id, *token.encode(word), token.media_content_id])
-            self.pads += range(len(self.ids), len(self.ids) + num_tokens(grid, self.merge))
-            self.add([token.media_pad_id] * num_tokens(grid, self.merge) + [token.media_end_id])
-            self.spans.append((start, len(self.ids)))
-            self.grids.append(grid)
-            self.patches.append(patches)
-
-
 def timestamp(seconds: float) -> str:
     """HH:MM:SS.mmm, as Kimi K2.5 writes it before a group of frames."""
     total_ms = round(seconds * 1000)
@@ -147,7 +109,6 @@ def encode(
     tokenizer: Tokenizer,
     vision_cfg: VisionConfig,
     *,
-    bos: bool = True,
     eos: bool = True,
     decode: DecodeConfig | None = None,
 ) -> Encoded:
@@ -158,35 +119,22 @@ def encode(
     and reason, for media that cannot be read or are over a limit of `decode`, and for regions outside their
     picture.
     """
-    writer = _Writer(tokenizer, vision_cfg.merge_kernel_size)
     try:
-        _fill(writer, sample, vision_cfg, decode or DecodeConfig(), bos, eos)
+        return _encode(sample, tokenizer, vision_cfg, decode or DecodeConfig(), eos)
     # What went wrong is said once, with the name of the sample in front.
     except BadSample as error:
         raise BadSample(f"{sample.source} {sample.key}: {error}", error.reason) from None
-    return Encoded(
-        ids=torch.tensor(writer.ids, dtype=torch.int64),
-        loss_weights=torch.tensor(writer.weights, dtype=torch.float32),
-        # None rather than an empty tensor: a text needs no patch size.
-        patches=torch.cat(writer.patches) if writer.patches else None,
-        grids=writer.grids,
-        spans=writer.spans,
-        media_positions=torch.tensor(writer.pads, dtype=torch.int64),
-        source=sample.source,
-        key=sample.key,
-    )
 
 
-def _fill(
-    writer: _Writer, sample: Sample, cfg: VisionConfig, decode: DecodeConfig, bos: bool, eos: bool
-) -> None:
+def _encode(
+    sample: Sample, tokenizer: Tokenizer, cfg: VisionConfig, decode: DecodeConfig, eos: bool
+) -> Encoded:
     if len(sample.text) > MAX_TEXT_CHARS:
         raise BadSample(
             f"{len(sample.text):,} characters of text, more than {MAX_TEXT_CHARS:,}: cut it into documents "
             "(text_files does with chunk_bytes)",
             "too_large",
         )
-    tokenizer = writer.tokenizer
     # Decoded first: a text may name regions of a picture that comes after it.
     media: list[Media] = []
     for segment in sample.segments:
@@ -197,25 +145,65 @@ def _fill(
         elif isinstance(segment, Video):
             media.append(decode_frames(segment.frames, segment.timestamps, cfg, decode))
 
-    # The tokens in order; each medium takes the place where its segment stands.
-    following, last_weight = iter(media), 0.0
-    if bos:
-        writer.add([tokenizer.bos_id])
+    # Lists, because a document is made of many short runs.
+    ids, weights, last_weight = [tokenizer.bos_id], [0.0], 0.0
+    spans: list[tuple[int, int]] = []
+    pads: list[int] = []
+    following = iter(media)
     for segment in sample.segments:
-        if isinstance(segment, Image | Video | VideoFile):
-            writer.add_media(next(following))
-            continue
         if isinstance(segment, Text):
-            ids = tokenizer.encode(segment.text)
+            ids += tokenizer.encode(segment.text)
         elif isinstance(segment, Special):
-            ids = (_special_id(segment.token, tokenizer),)
+            ids.append(_special_id(segment.token, tokenizer))
+        elif isinstance(segment, Regions):
+            ids += tokenizer.encode(_regions_text(segment, media))
         else:
-            ids = tokenizer.encode(_regions_text(segment, media))
-        writer.add(ids, segment.loss)
+            _add_media(next(following), tokenizer, cfg.merge_kernel_size, ids, spans, pads)
+            weights += [0.0] * (len(ids) - len(weights))
+            continue
+        weights += [segment.loss] * (len(ids) - len(weights))
         last_weight = segment.loss
     # The end of an answer is as much to be learned as the answer.
     if eos:
-        writer.add([tokenizer.eos_id], last_weight)
+        ids.append(tokenizer.eos_id)
+        weights.append(last_weight)
+
+    items = [item for medium in media for item in medium.items]
+    return Encoded(
+        ids=torch.tensor(ids, dtype=torch.int64),
+        loss_weights=torch.tensor(weights, dtype=torch.float32),
+        # None rather than an empty tensor: a text needs no patch size.
+        patches=torch.cat([patches for patches, _ in items]) if items else None,
+        grids=[grid for _, grid in items],
+        spans=spans,
+        media_positions=torch.tensor(pads, dtype=torch.int64),
+        source=sample.source,
+        key=sample.key,
+    )
+
+
+def _add_media(
+    media: Media,
+    tokenizer: Tokenizer,
+    merge: tuple[int, int],
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    pads: list[int],
+) -> None:
+    """Append the markup of a picture or a video to `ids`, with its place and those of its features."""
+    word, frame = "image", 0
+    for _, grid in media.items:
+        # Only a video has times; each item begins with that of its first frame.
+        if media.timestamps:
+            word = "video"
+            ids += tokenizer.encode(timestamp(media.timestamps[frame]))
+            frame += grid[0]
+        # The span covers the markup too: a cut inside it would leave half a picture.
+        start, count = len(ids), num_tokens(grid, merge)
+        ids += [tokenizer.media_begin_id, *tokenizer.encode(word), tokenizer.media_content_id]
+        pads += range(len(ids), len(ids) + count)
+        ids += [tokenizer.media_pad_id] * count + [tokenizer.media_end_id]
+        spans.append((start, len(ids)))
 
 
 def _special_id(name: str, tokenizer: Tokenizer) -> int:

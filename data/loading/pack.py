@@ -5,6 +5,7 @@ Legend: T positions of one micro-batch, P patches, p patch side in pixels, M med
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -143,37 +144,20 @@ def assemble(
 
 
 class Size(NamedTuple):
-    """What the packer needs to know of a document."""
+    """What the packer needs to know of a document, or what is left of the budgets."""
 
     tokens: int
     patches: int = 0
     cost: float = 0.0
     """Vision FLOPs (balance.VisionCost)."""
 
+    def fits(self, left: Size) -> bool:
+        """Whether nothing of it is more than is left."""
+        return all(map(operator.le, self, left))
 
-class _Room:
-    """What is left of three budgets while documents are taken."""
-
-    def __init__(self, sizes: Sequence[Size], budget: Size) -> None:
-        self.sizes = sizes
-        self.tokens, self.patches, self.cost = budget
-
-    def fits(self, i: int) -> bool:
-        size = self.sizes[i]
-        return size.tokens <= self.tokens and size.patches <= self.patches and size.cost <= self.cost
-
-    def take(self, i: int) -> bool:
-        """Whether document `i` fits; then it takes its part."""
-        if not self.fits(i):
-            return False
-        self.tokens -= self.sizes[i].tokens
-        self.patches -= self.sizes[i].patches
-        self.cost -= self.sizes[i].cost
-        return True
-
-    def best(self, candidates: Sequence[int]) -> list[int]:
-        """The candidates whose tokens fill what is left best, whatever else they need."""
-        return [candidates[i] for i in _subset_sum([self.sizes[i].tokens for i in candidates], self.tokens)]
+    def less(self, taken: Size) -> Size:
+        """What is left when `taken` is taken away."""
+        return Size(*map(operator.sub, self, taken))
 
 
 def choose(sizes: Sequence[Size], budget: Size, aim: float | None = None) -> list[int]:
@@ -188,28 +172,28 @@ def choose(sizes: Sequence[Size], budget: Size, aim: float | None = None) -> lis
     so that micro-batches of equal aim cost about the same.
     """
     # Oldest first, so that nothing waits for ever.
-    room = _Room(sizes, budget)
     order: Sequence[int] = range(len(sizes))
     if aim is not None and sizes:
         order = _steer(sizes, aim / budget.tokens)
-
-    chosen: list[int] = []
-    rest: list[int] = []
+    left, chosen, rest = budget, [], []
     for i in order:
-        if room.tokens > min(budget.tokens // 2, EXACT) and room.take(i):
+        if left.tokens > min(budget.tokens // 2, EXACT) and sizes[i].fits(left):
             chosen.append(i)
+            left = left.less(sizes[i])
         else:
             rest.append(i)
 
     # An exact sum over all of a large pool would take as long as a training step.
-    rest = [i for i in rest if room.fits(i)][:CANDIDATES]
-    extra = room.best(rest)
-    patches, cost = sum(sizes[i].patches for i in extra), sum(sizes[i].cost for i in extra)
-    if patches > room.patches or cost > room.cost:
-        pictures = [i for i in rest if sizes[i].patches]
-        pictures.sort(key=lambda i: (-sizes[i].tokens, i))
-        extra = [i for i in pictures if room.take(i)]
-        extra += room.best([i for i in rest if not sizes[i].patches])
+    rest = [i for i in rest if sizes[i].fits(left)][:CANDIDATES]
+    extra = _subset_sum(sizes, rest, left.tokens)
+    if not Size(0, sum(sizes[i].patches for i in extra), sum(sizes[i].cost for i in extra)).fits(left):
+        # Pictures first, since text alone can fill whatever they leave.
+        extra = []
+        for i in sorted(rest, key=lambda i: (-sizes[i].tokens, i)):
+            if sizes[i].patches and sizes[i].fits(left):
+                extra.append(i)
+                left = left.less(sizes[i])
+        extra += _subset_sum(sizes, [i for i in rest if not sizes[i].patches], left.tokens)
     return sorted(chosen + extra)
 
 
@@ -236,24 +220,24 @@ def _steer(sizes: Sequence[Size], per_token: float) -> list[int]:
     return order
 
 
-def _subset_sum(lengths: Sequence[int], room: int) -> list[int]:
-    """Positions whose lengths sum as near to `room` as possible without going over; early ones are
-    preferred."""
+def _subset_sum(sizes: Sequence[Size], candidates: Sequence[int], room: int) -> list[int]:
+    """The candidates whose tokens sum as near to `room` as possible without going over, whatever else they
+    need; early ones are preferred."""
     # One integer holds every sum that can be reached; a shift adds a length to all of them.
     mask = (1 << (room + 1)) - 1
     reach = [1]
-    for length in lengths:
-        reach.append((reach[-1] | (reach[-1] << length)) & mask)
+    for i in candidates:
+        reach.append((reach[-1] | (reach[-1] << sizes[i].tokens)) & mask)
         if reach[-1] >> room:
             break
 
     # Backwards: a length was taken where the sum cannot be reached without it.
     total = reach[-1].bit_length() - 1
     taken = []
-    for i in range(len(reach) - 2, -1, -1):
-        if not reach[i] >> total & 1:
+    for before, i in reversed(list(zip(reach[:-1], candidates))):
+        if not before >> total & 1:
             taken.append(i)
-            total -= lengths[i]
+            total -= sizes[i].tokens
     return taken[::-1]
 
 
@@ -269,12 +253,12 @@ def pack_all(
 ) -> Iterator[PackedBatch]:
     """Pack a finite stream of documents (each at most `tokens` long, within `max_patches`): every one exactly
     once."""
-    pool: list[Encoded] = []
-    stream: Iterator[Encoded | None] = iter(documents)
-    document: Encoded | None
+    stream, pool = iter(documents), list[Encoded]()
     while True:
-        while sum(map(len, pool)) < LOOKAHEAD * tokens and (document := next(stream, None)) is not None:
+        for document in stream:
             pool.append(document)
+            if sum(map(len, pool)) >= LOOKAHEAD * tokens:
+                break
         if not pool:
             return
         # Evaluation has no ranks to balance: costs do not count.

@@ -126,7 +126,7 @@ def test_a_forked_worker_decodes_after_its_parent_did(backend):
 
 def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
     def missing(name):
-        raise RuntimeError(f"Could not load {name}\nmore lines")
+        raise RuntimeError(f"Could not load {name}")
 
     monkeypatch.setattr("earlyfusion.data.video.importlib.import_module", missing)
     problem.cache_clear()
@@ -138,5 +138,3 @@ def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
                 backend_of(name)
     finally:
         problem.cache_clear()
-    with pytest.raises(DataError, match=r"unknown video backend 'pyaw'; did you mean 'pyav'"):
-        backend_of("pyaw")
