@@ -53,7 +53,7 @@ def make_card(sample: Sample, tokenizer: Tokenizer, vision: VisionConfig, kind: 
         for segment in sample.segments:
             if isinstance(segment, Image | Video | VideoFile):
                 # By itself, so that its patches are known among those of the document.
-                part = encode(Sample([segment], "", ""), tokenizer, vision, bos=False, eos=False)
+                part = encode(Sample([segment], "", ""), tokenizer, vision, eos=False)
                 if isinstance(segment, Image):
                     parts.append(_picture(segment, part, regions.get(medium, []), vision))
                 else:
