@@ -164,7 +164,7 @@ class Rewards:
                 pickled = pickle.dumps(function)
             except Exception as error:
                 raise RewardError(f"a reward must be one that another process can import: {error}") from None
-            self.workers = [_Worker(pickled, timeout_s, span, memory_mb) for _ in range(workers)]
+            self.workers = [_Worker(timeout_s, (pickled, span, memory_mb)) for _ in range(workers)]
 
     def __call__(self, items: Sequence[Item]) -> list[Scored]:
         """The rewards of the answers, in order."""
@@ -204,18 +204,18 @@ class Rewards:
 
 
 class _Worker:
-    """One process that scores one answer at a time; started when needed, killed at a deadline."""
+    """One process that scores one answer at a time; started when needed, killed at a deadline. given: the
+    function, the range and the memory of `_serve`."""
 
-    def __init__(self, pickled: bytes, timeout_s: float, span: Range, memory_mb: int | None) -> None:
-        self._pickled, self._timeout_s, self._span, self._memory_mb = pickled, timeout_s, span, memory_mb
+    def __init__(self, timeout_s: float, given: tuple[bytes, Range, int | None]) -> None:
+        self._timeout_s, self._given = timeout_s, given
         self._running: tuple[BaseProcess, Connection] | None = None
 
     def _start(self) -> Connection:
         # Spawned, not forked: a fork would hold copies of the device's and the other threads' states.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, self._pickled, self._span, self._memory_mb)
-        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process = context.Process(target=_serve, args=(theirs, *self._given), daemon=True)
         process.start()
         # Else the pipe would stay open in this process, and a dead worker would not be noticed.
         theirs.close()
@@ -234,14 +234,15 @@ class _Worker:
     def score(self, item: Item) -> Scored:
         """The reward of one answer; the process is gone afterwards if it hung or died."""
         pipe = self._start() if self._running is None else self._running[1]
+        low = self._given[1].low
         try:
             pipe.send(item)
             if pipe.poll(self._timeout_s):
                 return pipe.recv()
             self.stop()
-            return Scored(self._span.low, "timeout", f"no reward within {self._timeout_s:g} s")
+            return Scored(low, "timeout", f"no reward within {self._timeout_s:g} s")
         except (EOFError, OSError):
-            return Scored(self._span.low, "died", f"the reward's process ended with code {self.stop()}")
+            return Scored(low, "died", f"the reward's process ended with code {self.stop()}")
 
     def stop(self) -> int | None:
         """Kill the process; its exit code, None if there was none."""
@@ -251,18 +252,23 @@ class _Worker:
         pipe.close()
         # A worker that waits for work ends by itself when its pipe closes.
         process.join(0.2)
-        if process.is_alive():
-            process.kill()
-            process.join(5)
+        process.kill()
+        process.join(5)
         return process.exitcode
 
 
 def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None) -> None:
-    """The worker's loop: "" once ready (or why not), then one Scored for each item."""
+    """The worker's loop: "" once ready (or why not), then one Scored for each item. memory_mb: address space
+    beyond what is mapped after the imports; unbounded on systems without /proc."""
+    import resource
+
+    status = Path("/proc/self/statm")
     try:
         function = pickle.loads(pickled)
-        if memory_mb is not None:
-            _limit_memory(memory_mb)
+        if memory_mb is not None and status.exists():
+            # Address space, which torch alone has gigabytes of: what counts is what comes on top.
+            mapped = int(status.read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_mb * 2**20,) * 2)
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -274,15 +280,3 @@ def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None)
         except (EOFError, KeyboardInterrupt):
             return
         pipe.send(attempt(function, item, span))
-
-
-def _limit_memory(megabytes: int) -> None:
-    """Address space of what is mapped now and `megabytes` more; nothing on systems without /proc."""
-    import resource
-
-    status = Path("/proc/self/statm")
-    if status.exists():
-        # Address space, which torch alone has gigabytes of: what counts is what comes on top.
-        mapped = int(status.read_text().split()[0]) * resource.getpagesize()
-        limit = mapped + megabytes * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -12,7 +12,6 @@ lets the running stages save and leaves with exit code 75: start the same comman
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import PositiveInt
@@ -23,7 +22,7 @@ from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.rl.study.analysis import Row, analyse
-from earlyfusion.rl.study.plan import Stage, StudyConfig, read_study, stages, write_recipes
+from earlyfusion.rl.study.plan import StudyConfig, read_study, stages, write_recipes
 from earlyfusion.rl.study.report import headline, percent, points, write_report
 from earlyfusion.rl.study.runner import Runner
 
@@ -63,35 +62,20 @@ def transfer(options: TransferOptions) -> int:
             print("done " if stage.done else "to do", *stage.command)
         print(f"{len(planned)} stages, {sum(stage.done for stage in planned)} done")
         return EXIT_OK
-    if not options.report_only:
-        return run_study(config, out, options.jobs, options.threads, options.resume)
-    if not (out / "measured").is_dir():
-        raise UserError(f"{out} holds no measurements; run the study first, without --report-only")
-    report(config, out)
-    return EXIT_OK
+    if options.report_only:
+        if not (out / "measured").is_dir():
+            raise UserError(f"{out} holds no measurements; run the study first, without --report-only")
+        report(config, out)
+        return EXIT_OK
 
-
-def run_study(
-    config: StudyConfig,
-    out: Path,
-    jobs: int = 2,
-    threads: int = 1,
-    resume: bool = False,
-    prepare: Callable[[Sequence[Stage]], Sequence[Stage]] = list,
-) -> int:
-    """Run what has no result yet, then report; returns the exit code.
-
-    prepare: lets a test replace the stages' commands.
-    """
     # A second study in the same folder would be taken for the first one's results.
-    if not resume and any((out / name).exists() for name in ("pretrain", "runs", "measured")):
+    if not options.resume and any((out / name).exists() for name in ("pretrain", "runs", "measured")):
         raise UserError(
             f"{out} already holds a study: add --resume to go on, or name another folder with --out"
         )
     write_recipes(config, out)
-    planned = prepare(stages(config, out))
     # Also after a failure or a stop: the page shows what is there so far.
-    code = Runner(planned, out / "study.jsonl", jobs, threads).run()
+    code = Runner(stages(config, out), out / "study.jsonl", options.jobs, options.threads).run()
     report(config, out)
     return code
 
