@@ -48,8 +48,9 @@ from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.places import function_at
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.objectives.sequences import Totals, only, sequence_sums, spread, totals
+from earlyfusion.rl.objectives.sequences import Totals, group, only, sequence_sums, spread, totals
 
+STD_EPS = 1e-6  # rewards differ by far more, or not at all: groups of equal rewards are set to 0 before
 MAX_LOG_RATIO = 20.0
 """e^20 = 5e8: beyond it a ratio no longer moves, which keeps products with 0 from becoming NaN."""
 
@@ -321,3 +322,44 @@ def policy_loss(
     k3 = (torch.expm1(log_T.clamp(max=MAX_LOG_RATIO)) - log_T).sum()
     largest = torch.cat([log_T.abs(), log_T.new_zeros(1)]).amax()
     return PolicyLoss(loss, mask_T.sum(), (outside_T & mask_T).sum(), k3, largest)
+
+
+def advantages(options: ObjectiveConfig, rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """How much better an answer is than the others to the same prompt: A_N = r - baseline of its group, over
+    the group's standard deviation if the objective says so. No value network: a step that is wrong and later
+    repaired should not be punished (k1.5 2.3.2).
+
+    Baselines: mean (all answers), leave_one_out (the others), log_mean_exp (tau log mean exp(r / tau), the
+    exact tau log Z of k1.5; it tends to the mean for large tau), none. The deviation is that of a sample (n -
+    1). A group of equal rewards, and so a group of one, has advantage exactly 0, except with baseline "none".
+    """
+    groups = group(groups_N)
+    count_N = groups.spread(groups.sums(torch.ones_like(rewards_N)))
+    mean_N = groups.spread(groups.means(rewards_N))
+    if options.baseline == "none":
+        centred_N = rewards_N
+    elif options.baseline == "mean":
+        centred_N = rewards_N - mean_N
+    elif options.baseline == "leave_one_out":
+        others_N = groups.spread(groups.sums(rewards_N)) - rewards_N
+        centred_N = rewards_N - others_N / (count_N - 1).clamp(min=1)
+    else:
+        # The largest is taken off before the exponential, so that it cannot overflow.
+        top_N = groups.spread(groups.extreme(rewards_N, "amax"))
+        mean_G = groups.means(((rewards_N - top_N) / options.tau).exp())
+        centred_N = rewards_N - (top_N + options.tau * groups.spread(mean_G.log()))
+
+    # A group whose answers all earn the same says nothing about any of them, whatever their mean rounds to.
+    if options.baseline != "none":
+        centred_N = centred_N.masked_fill(~informative(rewards_N, groups_N), 0.0)
+    if not options.divide_by_std:
+        return centred_N
+    squares_N = groups.spread(groups.sums((rewards_N - mean_N).square()))
+    return centred_N / ((squares_N / (count_N - 1).clamp(min=1)).sqrt() + STD_EPS)
+
+
+def informative(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """bool [N]: the response belongs to a group whose rewards differ. Equal rewards teach nothing; DAPO's
+    dynamic sampling leaves such groups out and draws other prompts in their place."""
+    groups = group(groups_N)
+    return groups.spread(groups.extreme(rewards_N, "amax") > groups.extreme(rewards_N, "amin"))

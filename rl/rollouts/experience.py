@@ -14,13 +14,13 @@ from torch import Tensor
 from earlyfusion.data.tasks.problem import Task
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.judge import Judge
-from earlyfusion.rl.objectives.advantages import advantages, informative
 from earlyfusion.rl.objectives.length import (
     length_rewards,
     overlong_penalty,
     repeat_period,
     toggle_rewards,
 )
+from earlyfusion.rl.objectives.losses import advantages, informative
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.rl.rollouts.collect import Collector, Group

@@ -54,21 +54,14 @@ Reply: TypeAlias = tuple[list[Message], Sequence[ProgramResult | None] | None]
 failed."""
 
 COUNTED = (
-    "answers valid turns calls ok error timeout memory output_limit forbidden blocked_import blocked_file"
-    " blocked_network blocked_process blocked_other not_a_program malformed over_turns over_tokens"
-    " unavailable"
+    "answers valid turns calls ok error timeout memory output_limit forbidden blocked not_a_program malformed"
+    " over_turns over_tokens unavailable"
 ).split()
 """answers; those with a valid call (valid); messages with calls that were answered (turns); programs run
-(calls) by how they ended (ok ... forbidden); refusals by kind, one for each; calls of another tool or without
-code (not_a_program); messages whose markup is broken around a call (malformed); calls after the last turn;
-tool turns without room; programs that could not be started (unavailable)."""
-KINDS = {
-    "blocked_network": r"(_?socket|_?ssl|urllib|http|ftplib|smtplib|requests|asyncio|poplib)\b",
-    "blocked_process": r"os\.(fork|exec|posix_spawn|spawn|system|kill)|_?(posix)?subprocess|pty"
-    r"|_?multiprocessing|_?thread|concurrent|signal",
-    "blocked_file": r"open|os\.|shutil|tempfile|glob|pathlib",
-}
-"""Counters of refusals by the name of what was refused; the first that fits."""
+(calls) by how they ended (ok ... forbidden); refusals of the sandbox, which a program may catch (blocked);
+calls of another tool or without code (not_a_program); messages whose markup is broken around a call
+(malformed); calls after the last turn; tool turns without room; programs that could not be started
+(unavailable)."""
 _FOLDER = re.compile(r"/[^\s'\"]*/program-[a-z0-9_]{8}\b")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
@@ -78,16 +71,6 @@ def repeatable(text: str) -> str:
     addresses of objects. A run with one seed then reads the same text again."""
     # What differs from run to run would otherwise reach the model's context.
     return _ADDRESS.sub("0x0", _FOLDER.sub(".", text))
-
-
-def kinds_of(refused: str) -> list[str]:
-    """Counters of one refusal of the sandbox ("import socket", "open", "os.fork", ...)."""
-    name = refused.removeprefix("import ")
-    kinds = [kind for kind, names in KINDS.items() if re.match(names, name)] or ["blocked_other"]
-    # An import is counted as such, and as what it would have given where that is known.
-    if name == refused:
-        return kinds[:1]
-    return ["blocked_import", *(kind for kind in kinds[:1] if kind != "blocked_other")]
 
 
 class ToolRunner:
@@ -140,8 +123,7 @@ class ToolRunner:
                 self.counts["not_a_program"] += 1
                 continue
             self.counts.update(["calls", result.reason])
-            for refused in result.refused:
-                self.counts.update(kinds_of(refused))
+            self.counts["blocked"] += len(result.refused)
         return any(result is not None for result in results or ())
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import save_model
-from earlyfusion.pipeline import build, evaluate, sft
+from earlyfusion.pipeline import build, sft
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import seed_everything
 
@@ -77,19 +78,8 @@ def chat_recipe(start: Path, chats: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every": 3, "keep": 2},
         "track": {"log_every": 1},
     }
-    for key, value in changes.items():
-        node: Any = recipe
-        *path, last = key.split("__")
-        for part in path:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        node[last] = value
-    return recipe
+    return tiny_run.changed(recipe, **changes)
 
 
-def tune(recipe: Path, out: Path, *words: str, monkeypatch: Any, report: bool = False) -> int:
-    """`earlyfusion sft` in this process; returns the exit code."""
-    tiny_run.forget_processes()
-    with monkeypatch.context() as patch:
-        if not report:
-            patch.setattr(evaluate, "write_report", lambda folder: folder / "report.html")
-        return sft.main([str(recipe), "--out", str(out), *words])
+tune = partial(tiny_run.run_here, main=sft.main)
+"""`earlyfusion sft` in this process: (recipe, out, *words, monkeypatch=, report=False) -> exit code."""

@@ -4,9 +4,11 @@ test_picture_exchange.py."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_run import tiny_recipe
 
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.pack import PackedBatch, assemble
@@ -76,40 +78,10 @@ def step_of(world: int, name: str) -> Step:
 
 def config() -> FusionConfig:
     """KDA and MLA, MoE, AttnRes; odd widths; clips of four frames."""
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": PAD}
     return FusionConfig(
-        text=dict(
-            vocab_size=97,
-            hidden_size=24,
-            num_hidden_layers=4,
-            intermediate_size=40,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=PAD,
-            num_attention_heads=3,
-            kv_lora_rank=12,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=4,
-            v_head_dim=10,
-            num_experts=6,
-            num_experts_per_token=2,
-            num_shared_experts=1,
-            moe_intermediate_size=16,
-            linear_attn_config=dict(num_heads=3, head_dim=8, short_conv_kernel_size=4),
-            initializer_range=0.1,
-            attn_res="block",
-            attn_res_block_size=2,
-            tie_word_embeddings=True,
-        ),
-        vision=VisionConfig.preset(
-            "tiny",
-            patch_size=4,
-            hidden_size=16,
-            head_dim=8,
-            intermediate_size=24,
-            pos_emb_height=4,
-            pos_emb_width=4,
-            num_hidden_layers=2,
-        ),
+        text={**tiny_recipe(Path())["model"], **ids, "vocab_size": 97, "initializer_range": 0.1},
+        vision=VisionConfig.preset("tiny", patch_size=4, num_hidden_layers=2),
         media_token_id=MEDIA,
     )
 

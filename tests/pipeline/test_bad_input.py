@@ -30,20 +30,20 @@ def refused(capsys, code: int) -> str:
 
 
 BAD = {
-    "nearest key": (("--optim.weight_decai", "1"), ["did you mean 'weight_decay'?"]),
+    "nearest key": (("--optim.weight_decai 1",), ["did you mean 'weight_decay'?"]),
     "unknown frozen name": (
-        ("--stages.short.frozen", '["visoin"]'),
+        ('--stages.short.frozen ["visoin"]',),
         ["visoin", "matches no parameter", "vision"],
     ),
-    "unknown eval task": (("--eval.tasks", '["easy_vqs"]'), ["easy_vqs", "did you mean 'easy_vqa'?"]),
-    "unknown form of a task": (("--eval.tasks", '["mmlu_pro:mfc"]'), ["mmlu_pro", "mfc", "mcf"]),
-    "task without its data": (("--eval.tasks", '["mmlu_pro"]'), ["mmlu_pro", "data"]),
-    "unknown tracker": (("--track.trackers", '["wandbb"]'), ["wandbb", "did you mean 'wandb'?"]),
-    "absent tracker": (("--track.trackers", '["aim"]'), ["aim is not installed", "pip install aim"]),
-    "missing tokenizer": (("--tokenizer.path", "/nowhere/at/all"), ["/nowhere/at/all"]),
-    "missing model": (("--init-from", "/nowhere/at/all"), ["/nowhere/at/all"]),
+    "unknown eval task": (('--eval.tasks ["easy_vqs"]',), ["easy_vqs", "did you mean 'easy_vqa'?"]),
+    "unknown form of a task": (('--eval.tasks ["mmlu_pro:mfc"]',), ["mmlu_pro", "mfc", "mcf"]),
+    "task without its data": (('--eval.tasks ["mmlu_pro"]',), ["mmlu_pro", "data"]),
+    "unknown tracker": (('--track.trackers ["wandbb"]',), ["wandbb", "did you mean 'wandb'?"]),
+    "absent tracker": (('--track.trackers ["aim"]',), ["aim is not installed", "pip install aim"]),
+    "missing tokenizer": (("--tokenizer.path /nowhere/at/all",), ["/nowhere/at/all"]),
+    "missing model": (("--init-from /nowhere/at/all",), ["/nowhere/at/all"]),
     "nothing to resume": (("--resume",), ["nothing to resume", "without --resume"]),
-    "heads that do not divide": (("--optim.head_group_size", "3"), ["3"]),
+    "heads that do not divide": (("--optim.head_group_size 3",), ["3"]),
 }
 
 
@@ -145,7 +145,7 @@ def test_an_unreadable_picture_is_named_and_leaves_no_model(run, tokenizer, tmp_
 def stopped(folder, recipe) -> Path:
     """A run of two steps, to resume wrongly."""
     with pytest.MonkeyPatch.context() as patch:
-        assert run_here(recipe, folder / "stopped", "--steps", "2", monkeypatch=patch) == EXIT_OK
+        assert run_here(recipe, folder / "stopped", "--steps 2", monkeypatch=patch) == EXIT_OK
     return folder / "stopped"
 
 
@@ -162,9 +162,7 @@ def test_a_fresh_run_never_writes_over_checkpoints(run, recipe, stopped, capsys)
 
 def test_a_recipe_changed_under_a_resume_is_refused_by_key(run, recipe, stopped, capsys):
     before = files(stopped)
-    line = refused(
-        capsys, run(recipe, stopped, "--resume", "--optim.lr", "0.5", "--stages.short.length", "64")
-    )
+    line = refused(capsys, run(recipe, stopped, "--resume --optim.lr 0.5 --stages.short.length 64"))
     assert "optim.lr: 0.01 -> 0.5" in line and "stages.0.length: 96 -> 64" in line
     assert files(stopped) == before
 
@@ -172,13 +170,13 @@ def test_a_recipe_changed_under_a_resume_is_refused_by_key(run, recipe, stopped,
 def test_a_resume_takes_the_run_s_own_overrides_and_refuses_others(run, recipe, tmp_path, capsys):
     """As a README reader types it: the override is said once."""
     out = tmp_path / "mine"
-    words = ("--optim.lr", "4e-3", "--eval.every", "0")
-    assert run(recipe, out, "--steps", "2", *words) == EXIT_OK
-    assert run(recipe, out, "--steps", "3", "--resume") == EXIT_OK
+    words = ("--optim.lr 4e-3 --eval.every 0",)
+    assert run(recipe, out, "--steps 2", *words) == EXIT_OK
+    assert run(recipe, out, "--steps 3 --resume") == EXIT_OK
     assert [record["step"] for record in tiny_run.numbers(out)] == [1, 2, 3]
     assert "lr = 0.004" in (out / "recipe.toml").read_text()
     capsys.readouterr()
-    line = refused(capsys, run(recipe, out, "--resume", "--optim.lr", "1e-3"))
+    line = refused(capsys, run(recipe, out, "--resume --optim.lr 1e-3"))
     assert "optim.lr: 0.004 -> 0.001" in line and "put these back" in line
     command = recipe_command("pretrain", "", RunConfig, lambda parsed: parsed, "nano")
     parsed = invoke(command, ["--out", str(out), "--resume"], "pretrain")
@@ -191,7 +189,7 @@ def test_another_vocabulary_under_a_resume_is_refused_with_both_sizes(run, recip
     other = tiny_run.make_tokenizer(folder, 300)
     assert Tokenizer.load(other).vocab_size == 300
     before = files(stopped)
-    line = refused(capsys, run(recipe, stopped, "--resume", "--tokenizer.path", str(other)))
+    line = refused(capsys, run(recipe, stopped, "--resume --tokenizer.path", str(other)))
     assert "vocabulary of 320" in line and "300" in line
     assert files(stopped) == before
 
@@ -217,12 +215,12 @@ def test_a_full_disk_is_one_line_and_the_older_checkpoint_stays(run, recipe, tmp
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
     assert not (tmp_path / "model").exists()
     monkeypatch.setattr(shutil, "disk_usage", real)
-    assert run(recipe, tmp_path, "--resume", "--steps", "4") == EXIT_OK
+    assert run(recipe, tmp_path, "--resume --steps 4") == EXIT_OK
 
 
 @pytest.mark.slow
 def test_the_shell_sees_exit_code_2_and_one_line(recipe, tmp_path):
-    code, errors = finish(start(recipe, tmp_path / "out", "--optim.weight_decai", "1"))
+    code, errors = finish(start(recipe, tmp_path / "out", "--optim.weight_decai 1"))
     assert code == EXIT_USER
     assert errors.strip().splitlines()[-1].startswith("error:") and "Traceback" not in errors
     assert not (tmp_path / "out").exists()

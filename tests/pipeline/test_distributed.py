@@ -5,15 +5,13 @@ sums are formed in another order, so the numbers agree to fp32 rounding and not 
 """
 
 import signal
-import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import tiny_run
 import torch
-from tiny_run import environment, finish, run_here, same, start, weights
+from tiny_run import finish, free_port, run_here, same, start, two_ranks, weights
 
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
@@ -34,18 +32,6 @@ NORM_RTOL = 1e-2
 WEIGHT_RTOL = 5e-2
 BIAS_ATOL = 6e-3  # a quantile of a histogram with bins of 2e-3: one token in another bin moves it by a bin
 
-ACCELERATE = (
-    "-m",
-    "accelerate.commands.launch",
-    "--num_processes",
-    "1",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
@@ -67,22 +53,8 @@ def alone(folder, recipe) -> Path:
     return folder / "alone"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def two_ranks(recipe: Path, out: Path, *words: str, **variables: str) -> list[subprocess.Popen]:
-    """The two processes that torchrun would start, without torchrun: each has its own exit code."""
-    port = str(free_port())
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    return [start(recipe, out, *words, env=environment(**shared, **rank, **variables)) for rank in ranks]
-
-
 def torchrun(recipe: Path, out: Path, *words: str) -> None:
-    code, errors = finish(start(recipe, out, *words, launcher=(*TORCHRUN, "--master-port", str(free_port()))))
+    code, errors = finish(start(recipe, out, *words, launcher=(*TORCHRUN, "--master-port", free_port())))
     assert code == 0, errors[-4000:]
 
 
@@ -180,10 +152,7 @@ def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_and_one_process_takes_over(recipe, tmp_path, monkeypatch):
     """Both leave with 75 at the same step; the checkpoint holds the cursors and the pending sums of both."""
-    words = (
-        "--track.log_every",
-        "1000",
-    )  # one record at the end, with the means over every step of both ranks
+    words = ("--track.log_every 1000",)  # one record at the end, with the means over every step of both ranks
     ranks = two_ranks(recipe, tmp_path / "two", *words)
     checkpoints, deadline = tmp_path / "two" / "checkpoints", time.monotonic() + 120
     while latest(checkpoints) is None:
@@ -201,7 +170,7 @@ def test_a_signal_to_one_rank_stops_both_and_one_process_takes_over(recipe, tmp_
 
 @pytest.mark.slow
 def test_lanes_that_the_processes_cannot_share_are_refused_in_one_line(recipe, tmp_path):
-    ranks = two_ranks(recipe, tmp_path / "out", "--stages.all.lanes", "5")
+    ranks = two_ranks(recipe, tmp_path / "out", "--stages.all.lanes 5")
     for code, errors in map(finish, ranks):
         assert code == EXIT_USER, errors
         lines = [line for line in errors.splitlines() if line.startswith("error:")]

@@ -1,12 +1,11 @@
 """A whole run of two processes that exchange pictures: the run without, evaluated in between, resumed bit for
 bit."""
 
-import socket
 from pathlib import Path
 
 import pytest
 import tiny_run
-from tiny_run import environment, finish, numbers, same, start, weights
+from tiny_run import assert_same, finish, numbers, same, two_ranks, weights
 
 STEPS = 4
 # Rounding only, as between one process and two (tests/pipeline/test_distributed.py), where it is measured.
@@ -30,14 +29,7 @@ def recipe(folder, tokenizer) -> Path:
 
 def train(recipe: Path, out: Path, *words: str) -> None:
     """Two processes that end, and end well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        start(recipe, out, *words, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in range(2)
-    ]
+    ranks = two_ranks(recipe, out, *words)
     for code, errors in map(finish, ranks):
         assert code == 0, errors[-3000:]
 
@@ -62,7 +54,6 @@ def test_the_run_is_the_run_without(runs):
 @pytest.mark.slow
 def test_a_resumed_run_exchanges_as_if_it_had_not_stopped(recipe, runs, tmp_path):
     out = tmp_path / "resumed"
-    train(recipe, out, "--parallel.exchange_pictures", "on", "--steps", "2")
-    train(recipe, out, "--parallel.exchange_pictures", "on", "--resume")
-    assert numbers(out) == numbers(runs["on"])
-    assert same(weights(out), weights(runs["on"]))
+    train(recipe, out, "--parallel.exchange_pictures on --steps 2")
+    train(recipe, out, "--parallel.exchange_pictures on --resume")
+    assert_same(out, runs["on"])

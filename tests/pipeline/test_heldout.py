@@ -125,13 +125,13 @@ def test_the_blind_row_sees_sizes_and_nothing_else(training):
 def finished(folder, recipe):
     with pytest.MonkeyPatch.context() as patch:
         assert (
-            tiny_run.run_here(recipe, folder / "own", *WORDS, "--steps", "4", report=True, monkeypatch=patch)
+            tiny_run.run_here(recipe, folder / "own", *WORDS, "--steps 4", report=True, monkeypatch=patch)
             == 0
         )
     return folder / "own"
 
 
-WORDS = ("--eval.every", "2")
+WORDS = ("--eval.every 2",)
 
 
 def evaluations(out) -> list[dict]:
@@ -160,8 +160,8 @@ def test_own_pictures_and_their_loss_stand_in_metrics_report_and_card(finished):
 
 
 def test_a_resumed_run_measures_the_same(run, recipe, finished, tmp_path):
-    assert run(recipe, tmp_path, *WORDS, "--steps", "3") == 0
-    assert run(recipe, tmp_path, *WORDS, "--steps", "4", "--resume") == 0
+    assert run(recipe, tmp_path, *WORDS, "--steps 3") == 0
+    assert run(recipe, tmp_path, *WORDS, "--steps 4 --resume") == 0
     ours = [record for record in evaluations(tmp_path) if record["step"] != 3]
     assert ours == evaluations(finished)
 

@@ -16,26 +16,14 @@ from pathlib import Path
 
 import pytest
 from test_resume import wait_for_step
-from tiny_run import MODULE, REPOSITORY, environment
+from tiny_run import ACCELERATE, MODULE, REPOSITORY, environment
 
 from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.pipeline.track import read_metrics
 
-LONG = ("--stages.long.steps", "4000", "--checkpoint.every", "2")
-ACCELERATE = (
-    "-m",
-    "accelerate.commands.launch",
-    "--num_processes",
-    "1",
-    "--num_machines",
-    "1",
-    "--mixed_precision",
-    "no",
-    "--dynamo_backend",
-    "no",
-)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LONG = "--stages.long.steps 4000 --checkpoint.every 2".split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
 def command(launcher: str, recipe: Path, out: Path) -> list[str]:
@@ -53,7 +41,7 @@ def command(launcher: str, recipe: Path, out: Path) -> list[str]:
             f"RUN={out}",
         ]
     before = {"plain": (), "accelerate": ACCELERATE, "torchrun": TORCHRUN}[launcher]
-    lanes = ("--stages.short.lanes", "2", "--stages.long.lanes", "2") if launcher == "torchrun" else ()
+    lanes = "--stages.short.lanes 2 --stages.long.lanes 2".split() if launcher == "torchrun" else []
     return [sys.executable, *before, "-m", MODULE, str(recipe), "--out", str(out), *LONG, *lanes]
 
 

@@ -132,7 +132,7 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
         and "corrupt_image" in page
     )
 
-    assert run(mixed, tmp_path / "cut", "--steps", "13") == 0
+    assert run(mixed, tmp_path / "cut", "--steps 13") == 0
     assert run(mixed, tmp_path / "cut", "--resume") == 0
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
     assert not any(key in MEASURED for key in numbers(tmp_path / "cut")[-1])
@@ -141,7 +141,7 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
 
 def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("earlyfusion.data.loading.stats.MIN_READ", 1)
-    assert run(mixed, tmp_path, "--data.max_bad_share", "0") == 2
+    assert run(mixed, tmp_path, "--data.max_bad_share 0") == 2
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
     assert (
         len(told) == 1
@@ -154,8 +154,8 @@ def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, cap
 
 def test_a_resume_may_leave_out_a_bad_stretch_and_change_who_prefetches(recipe, run, tmp_path):
     """As after a loss spike: go back to a checkpoint, name the steps of the data to skip."""
-    assert run(recipe, tmp_path, "--steps", "10") == 0
+    assert run(recipe, tmp_path, "--steps 10") == 0
     words = ("--stages.long.skip", "[[3, 6]]", "--data.prefetch", "thread", "--data.prefetch_steps", "3")
-    assert run(recipe, tmp_path, "--resume", "--steps", "13", *words) == 0
+    assert run(recipe, tmp_path, "--resume --steps 13", *words) == 0
     steps = [(r["step"], r["data/step"]) for r in read_metrics(tmp_path / "metrics.jsonl", "train")]
     assert steps[7:] == [(8, 8), (9, 1), (10, 2), (11, 3), (12, 7), (13, 8)]

@@ -4,7 +4,6 @@ Real gloo processes, DDP, two micro-batches a step under no_sync, the loop's own
 oracle is the plain step of the same processes, and for it one process that takes every micro-batch itself.
 """
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import exchange_cases as cases
 import pytest
 import torch
-from tiny_run import environment, forget_processes
+from tiny_run import environment, forget_processes, free_port
 
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.picture_exchange import PictureExchange
@@ -25,12 +24,6 @@ TOLERANCE = 1e-12
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
 WAYS = ["planned", "scattered"]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import finish, forget_processes, losses, numbers, run_here, same, start, weights
+from tiny_run import assert_same, finish, forget_processes, losses, numbers, run_here, start
 
 from earlyfusion.pipeline import build, pretrain, update
 from earlyfusion.pipeline.checkpoint import completed, latest, load_tree, step_of
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_bit_for_bit(recipe, unbroken, tmp_path, stage):
     process."""
     # in the first half of the run: the other half is the margin in which the signal must arrive
     step = random.Random(stage).choice({"short": range(3, BOUNDARY), "long": range(BOUNDARY, 12)}[stage])
-    out, words = tmp_path / "killed", ("--data.prefetch", "thread")
+    out, words = tmp_path / "killed", ("--data.prefetch thread",)
     process = start(recipe, out, *words)
     wait_for_step(process, out, step)
     process.kill()
@@ -75,14 +75,13 @@ def test_a_killed_run_resumes_bit_for_bit(recipe, unbroken, tmp_path, stage):
 
     code, errors = finish(start(recipe, out, *words, "--resume"))
     assert code == 0, errors
-    assert numbers(out) == numbers(unbroken)
-    assert same(weights(out), weights(unbroken))
+    assert_same(out, unbroken)
 
 
 @pytest.mark.slow
 def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, tmp_path):
     out = tmp_path / "stopped"
-    process = start(recipe, out, "--checkpoint.every", "2", "--data.prefetch", "thread")
+    process = start(recipe, out, "--checkpoint.every 2 --data.prefetch thread")
     wait_for_step(process, out, 2)
     process.send_signal(signal.SIGTERM)
     code, errors = finish(process)
@@ -93,10 +92,9 @@ def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, 
     )
     assert "SIGTERM" in errors and "--resume" in errors and not (out / "model").exists()
 
-    code, errors = finish(start(recipe, out, "--resume", "--data.prefetch", "thread"))
+    code, errors = finish(start(recipe, out, "--resume --data.prefetch thread"))
     assert code == 0, errors
-    assert numbers(out) == numbers(unbroken)
-    assert same(weights(out), weights(unbroken))
+    assert_same(out, unbroken)
 
 
 class Interrupted(Exception):
@@ -133,8 +131,7 @@ def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
         with pytest.raises(Interrupted):
             run_here(recipe, tmp_path, monkeypatch=monkeypatch)
     assert run_here(recipe, tmp_path, "--resume", monkeypatch=monkeypatch) == 0
-    assert numbers(tmp_path) == numbers(unbroken)
-    assert same(weights(tmp_path), weights(unbroken))
+    assert_same(tmp_path, unbroken)
 
 
 @pytest.mark.parametrize("steps", [1, BOUNDARY, 13])
@@ -145,34 +142,23 @@ def test_a_shorter_run_that_is_resumed_for_longer_equals_the_long_run(
     assert run_here(recipe, tmp_path, "--steps", str(steps), monkeypatch=monkeypatch) == 0
     assert len(losses(tmp_path)) == steps
     assert run_here(recipe, tmp_path, "--resume", monkeypatch=monkeypatch) == 0
-    assert numbers(tmp_path) == numbers(unbroken)
-    assert same(weights(tmp_path), weights(unbroken))
+    assert_same(tmp_path, unbroken)
 
 
 def test_evaluations_and_checkpoints_do_not_change_the_run(recipe, unbroken, tmp_path, monkeypatch):
     """Sample pictures every third step, checkpoints at other steps, prefetch by a thread: the same
     numbers."""
-    words = (
-        "--eval.every",
-        "3",
-        "--eval.samples",
-        "2",
-        "--checkpoint.every",
-        "5",
-        "--data.prefetch",
-        "thread",
-    )
+    words = ("--eval.every 3 --eval.samples 2 --checkpoint.every 5 --data.prefetch thread",)
     assert run_here(recipe, tmp_path, *words, monkeypatch=monkeypatch) == 0
     assert len(list((tmp_path / "samples").glob("step_*.json"))) == STEPS // 3 + 1
-    assert numbers(tmp_path) == numbers(unbroken)
-    assert same(weights(tmp_path), weights(unbroken))
+    assert_same(tmp_path, unbroken)
 
 
 def test_logging_less_often_resumes_with_the_same_window_means(recipe, tmp_path, monkeypatch):
     """The sums since the last log line are state: a stop between two log lines must not forget them."""
-    words = ("--track.log_every", "4", "--stages.long.steps", "4", "--stages.long.decay_steps", "0")
+    words = ("--track.log_every 4 --stages.long.steps 4 --stages.long.decay_steps 0",)
     assert run_here(recipe, tmp_path / "whole", *words, monkeypatch=monkeypatch) == 0
-    assert run_here(recipe, tmp_path / "parts", *words, "--steps", "6", monkeypatch=monkeypatch) == 0
+    assert run_here(recipe, tmp_path / "parts", *words, "--steps 6", monkeypatch=monkeypatch) == 0
     assert run_here(recipe, tmp_path / "parts", *words, "--resume", monkeypatch=monkeypatch) == 0
     whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
     assert [record["step"] for record in whole] == [4, 8, 12]
@@ -194,7 +180,7 @@ def test_a_checkpoint_holds_everything_once_and_is_small(unbroken):
 
 def test_a_restored_trainer_equals_the_saved_one_tensor_for_tensor(recipe, tmp_path, monkeypatch):
     """Optimizer moments and Muon momentum, router biases, guard windows, meters, random states."""
-    assert run_here(recipe, tmp_path, "--steps", "6", monkeypatch=monkeypatch) == 0
+    assert run_here(recipe, tmp_path, "--steps 6", monkeypatch=monkeypatch) == 0
     forget_processes()
     config = load_config([str(recipe)], [("run.out", str(tmp_path))])
     training = pretrain.Pretraining(config, resume=True)

@@ -7,16 +7,11 @@ import torch
 from chat_cases import chat_recipe, tune, write_chats, write_start
 from tiny_run import weights, write_recipe
 
-from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.pack import assemble
-from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.sft_start import start_model, with_start
-
-GRADIENT_RTOL = 2e-4  # fp32 sums of a few thousand terms in another order
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +71,7 @@ def test_missing_chat_tokens_get_rows_that_are_the_mean_of_the_others(
     assert torch.allclose(table[316:], before.mean(0).expand(4, -1), rtol=0, atol=1e-7)
     assert model.decoder.head_weight() is table, "tied"
     assert "4 special tokens" in added and "mean of the other rows (316 rows before, 320 after)" in added
-    assert tune(recipe, tmp_path / "out", "--steps", "2", monkeypatch=monkeypatch) == 0
+    assert tune(recipe, tmp_path / "out", "--steps 2", monkeypatch=monkeypatch) == 0
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "4 special tokens were added" in card and "<|end_of_msg|>" in card
     again = load_model(tmp_path / "out" / "model")
@@ -100,31 +95,3 @@ def test_a_tokenizer_of_the_same_size_changes_nothing(model_dir, chats, tmp_path
 
 
 # ---- what is learned
-
-
-@pytest.mark.parametrize("kind", ["zero_vision", "chat_scenes", "chat_files"])
-@pytest.mark.parametrize("first", [0, 5])
-def test_packed_conversations_have_the_gradients_of_conversations_one_by_one(model_dir, chats, kind, first):
-    """Loss and every gradient of one row of three conversations equal the sums over three rows of one."""
-    path = {"path": str(chats)} if kind == "chat_files" else {}
-    source = build_source(SourceConfig(name="s", kind=kind, **path), val_fraction=0.0)
-    model, tokens = load_model(model_dir).train(), Tokenizer.load(model_dir)
-    vision = model.config.vision
-    documents = [encode(source.get(first + i, 0), tokens, vision) for i in range(3)]
-    words = dict(pad_id=tokens.pad_id, sources=["s"], patch_size=vision.patch_size)
-
-    def gradients(batches):
-        model.zero_grad()
-        loss = sum(model(batch).loss_sum for batch in batches)
-        loss.backward()
-        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    total = sum(map(len, documents))
-    packed, ours = gradients([assemble(documents, tokens=total + 9, **words)])
-    single, theirs = gradients([assemble([d], tokens=len(d), **words) for d in documents])
-    assert packed == pytest.approx(single, rel=1e-5)
-    scale = max(float(gradient.norm()) for gradient in theirs.values())
-    for name in theirs:
-        assert float((ours[name] - theirs[name]).norm()) <= GRADIENT_RTOL * max(
-            scale * 1e-2, float(theirs[name].norm())
-        ), name

@@ -9,6 +9,7 @@ of different length, mixture and learning rate; loss weights by source and for t
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,10 @@ from earlyfusion.pipeline.track import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = "earlyfusion.pipeline.pretrain"
+ACCELERATE = (
+    "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no"
+    " --dynamo_backend no"
+).split()
 
 
 def whole_recipes() -> list[str]:
@@ -112,6 +117,11 @@ def tiny_recipe(tokenizer: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every": 3, "keep": 2},
         "track": {"log_every": 1},
     }
+    return changed(recipe, **changes)
+
+
+def changed(recipe: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The recipe with values put at dotted keys, __ for the dot."""
     for key, value in changes.items():
         node, parts = recipe, key.split("__")
         for part in parts[:-1]:
@@ -125,14 +135,21 @@ def write_recipe(path: Path, recipe: Mapping[str, Any]) -> Path:
     return path
 
 
-def run_here(recipe: Path, out: Path, *words: str, report: bool = False, monkeypatch: Any = None) -> int:
-    """`earlyfusion pretrain` in this process; returns the exit code. Without `report`, the HTML is left out
-    (slow)."""
+def run_here(
+    recipe: Path, out: Path, *words: str, report: bool = False, monkeypatch: Any, main: Any = pretrain.main
+) -> int:
+    """`earlyfusion pretrain` (or another main) in this process; returns the exit code. Without `report`, the
+    HTML is left out (slow)."""
     forget_processes()
     with monkeypatch.context() as patch:
         if not report:
             patch.setattr(evaluate, "write_report", lambda folder: folder / "report.html")
-        return pretrain.main([str(recipe), "--out", str(out), *words])
+        return main([str(recipe), "--out", str(out), *split(words)])
+
+
+def split(words: Sequence[str]) -> list[str]:
+    """Options may be given as one text: "--steps 2 --resume"."""
+    return [part for word in words for part in (word.split() if word.startswith("--") else [word])]
 
 
 def forget_processes() -> None:
@@ -148,9 +165,23 @@ def start(
     recipe: Path, out: Path, *words: str, launcher: Sequence[str] = (), module: str = MODULE, **popen: Any
 ):
     """The run as a user starts it, in a process of its own."""
-    command = [sys.executable, *launcher, "-m", module, str(recipe), "--out", str(out), *words]
+    command = [sys.executable, *launcher, "-m", module, str(recipe), "--out", str(out), *split(words)]
     popen = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
     return subprocess.Popen(command, **popen)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_ranks(recipe: Path, out: Path, *words: str) -> list[subprocess.Popen]:
+    """The two processes that torchrun would start, without torchrun: each has its own exit code."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared["MASTER_PORT"] = free_port()
+    ranks = [environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    return [start(recipe, out, *words, env=env) for env in ranks]
 
 
 def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
@@ -189,3 +220,9 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     """Bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_same(left: Path, right: Path) -> None:
+    """The same run: every number of every step, and the weights at its end, bit for bit."""
+    assert numbers(left) == numbers(right)
+    assert same(weights(left), weights(right))

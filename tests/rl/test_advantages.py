@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from earlyfusion.rl.objectives.advantages import advantages, informative
-from earlyfusion.rl.objectives.losses import ObjectiveConfig
+from earlyfusion.rl.objectives.losses import ObjectiveConfig, advantages, informative
 
 EXACT = 1e-12  # float64
 GROUPS = torch.tensor([7, 3, 7, 3, 7, -1, 3, 7])  # any ids, not side by side; -1 is alone

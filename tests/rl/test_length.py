@@ -10,7 +10,6 @@ from earlyfusion.rl.objectives.length import (
     OverlongConfig,
     RepeatConfig,
     ToggleConfig,
-    budget_phase,
     estimate_budgets,
     length_rewards,
     overlong_penalty,
@@ -45,11 +44,6 @@ def test_length_reward_is_bounded_falls_with_length_and_sees_only_its_group(seed
             assert got[i] >= got[j]
     alone = groups == 2
     assert torch.equal(by_length(lengths[alone], right[alone], groups[alone]), got[alone])
-
-
-def test_toggle_alternates_every_m_updates():
-    assert [budget_phase(ToggleConfig(every=2), u) for u in range(8)] == [True, True, False, False] * 2
-    assert not any(budget_phase(ToggleConfig(), u) for u in range(8))
 
 
 @pytest.mark.parametrize("percentile,expected", [(0, 10), (50, 20), (75, 25), (100, 30)])
@@ -112,14 +106,3 @@ def test_repeats_are_found_as_the_naive_search_finds_them(seed):
         assert repeat_period(cfg, ids) == naive_period(cfg, ids)
         found += naive_period(cfg, ids) is not None
     assert 30 < found < 270
-
-
-def test_repeats_earlier_in_the_answer_or_too_short_do_not_count():
-    cfg = RepeatConfig(min_repeats=4, max_period=8, min_tokens=12)
-    assert repeat_period(cfg, [1, 2, 3] * 4) == 3
-    assert repeat_period(cfg, [1, 2, 3] * 4 + [9]) is None
-    assert (
-        repeat_period(cfg, [5] * 11) is None and repeat_period(cfg, [5] * 12) == 1
-    )  # 0.00000 is an answer, a page is not
-    assert repeat_period(cfg, list(range(9)) * 6) is None  # period 9 is longer than asked for
-    assert repeat_period(cfg, []) is None

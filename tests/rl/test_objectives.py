@@ -8,8 +8,7 @@ import torch
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.objectives.advantages import advantages
-from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss
+from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, advantages, policy_loss
 from earlyfusion.rl.objectives.sequences import totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms

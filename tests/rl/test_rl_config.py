@@ -6,7 +6,6 @@ from pydantic import ValidationError
 from earlyfusion.rl.objectives.corrections import CorrectionConfig
 from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig
 from earlyfusion.rl.recipe import RewardSection, RLConfig
-from earlyfusion.rl.rollouts.curriculum import CurriculumConfig, TemperatureConfig
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -26,25 +25,17 @@ def test_the_default_is_k25_and_k3_is_the_same_loss():
     "given,message",
     [
         ({"name": "dappo"}, "unknown objective 'dappo'; did you mean 'dapo'"),
-        ({"name": "drgrpo"}, "did you mean 'dr_grpo'"),
-        ({"name": "k15"}, "did you mean 'k1.5'"),
         ({"name": "zzz"}, "known: cispo, dapo"),
         ({"name": ["grpo"]}, "unknown objective"),
         ({"log_low": 0.5, "log_high": 2.0}, "log_low < 0 < log_high"),  # bounds on the ratio by mistake
-        ({"log_low": -0.5, "log_high": 0.0}, "log_low < 0 < log_high"),
-        ({"log_low": 0.0}, "log_low < 0 < log_high"),
         ({"log_low": float("nan")}, "log_low < 0 < log_high"),
-        ({"epsilon": 0.2}, "Extra inputs"),
         ({"name": "dr_grpo"}, "constant_tokens"),
         ({"name": "k2", "tau": 0.0}, "tau above 0"),
         ({"name": "gspo", "tau": 0.1}, "sequence_mean"),
         ({"name": "gspo", "normaliser": "tokens"}, "does not fit"),
         ({"name": "grpo", "normaliser": "sequences"}, "does not fit"),
         ({"name": "cispo", "ratio": "sequence_mean"}, "works with ratio token"),
-        ({"name": "cispo", "weight_high": 0.5}, "greater than or equal to 1"),
         ({"baseline": "log_mean_exp", "tau": 0.0}, "tau above 0"),
-        ({"clip_low": 1.5}, "less than 1"),
-        ({"tau": -1.0}, "greater than or equal to 0"),
     ],
 )
 def test_what_cannot_work_is_named(given, message):
@@ -72,9 +63,6 @@ def test_token_corrections_do_not_fit_ratios_of_whole_answers():
         (RewardSection, {"low": -1.0}, "pays 0 to 1"),
         (CorrectionConfig, {"low": 1.5, "high": 3.0}, "must lie between"),
         (CorrectionConfig, {"high": 0.5}, "must lie between"),
-        (CorrectionConfig, {"mode": "tiss"}, "tis"),
-        (TemperatureConfig, {"end": 0.0}, "greater than 0"),
-        (CurriculumConfig, {"hard_from": 2.0}, "less than or equal to 1"),
     ],
 )
 def test_other_sections_name_what_is_wrong(model, given, message):

@@ -39,7 +39,7 @@ from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import measure as measure_cmd
 from earlyfusion.rl.measure import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.rollouts.tools import cut, fitted, kinds_of, repeatable, turn_ids
+from earlyfusion.rl.rollouts.tools import cut, fitted, repeatable, turn_ids
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +61,18 @@ def attacks(tmp_path):
     return (
         victim,
         {
-            f"open({str(victim)!r}, 'w').write('gone')": ("blocked_file", "forbidden"),
-            "print(open('/etc/passwd').read())": ("blocked_file",),
-            "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked_network", "blocked_import"),
-            "import random\nwhile True:\n    random._os.fork()": ("blocked_process",),
-            "import subprocess\nsubprocess.run(['ls'])": ("blocked_process", "blocked_import"),
+            f"open({str(victim)!r}, 'w').write('gone')": ("blocked", "forbidden"),
+            "print(open('/etc/passwd').read())": ("blocked",),
+            "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked",),
+            "import random\nwhile True:\n    random._os.fork()": ("blocked",),
+            "import subprocess\nsubprocess.run(['ls'])": ("blocked",),
             "import numpy as np\nnp.ones((1 << 16, 1 << 16))": ("memory",),
             # memory, or first the time on a busy machine
             "x = []\nwhile True:\n    x.append(bytearray(1 << 26))": (),
             "while True:\n    pass": ("timeout",),
             "import time\ntime.sleep(60)": ("timeout",),
             "while True:\n    print('x' * 10000)": ("output_limit",),
-            "import os\nos._exit(0)": ("blocked_import",),
+            "import os\nos._exit(0)": ("blocked",),
             "def f():\n    f()\nf()": ("error",),
             "(lambda: ().__class__.__base__.__subclasses__())()[0](": ("error",),
         },
@@ -251,11 +251,7 @@ def test_long_outputs_are_cut_and_turns_have_room_for_what_they_may_hold():
     assert fitted(many * 4, TOKENIZER, VISION, 100) is None
 
 
-def test_refusals_have_kinds_and_texts_no_places():
-    assert kinds_of("import socket") == ["blocked_import", "blocked_network"]
-    assert kinds_of("socket.connect") == ["blocked_network"] and kinds_of("os.fork") == ["blocked_process"]
-    assert kinds_of("import os") == ["blocked_import"] and kinds_of("open") == ["blocked_file"]
-    assert kinds_of("os.listdir") == ["blocked_file"] and kinds_of("mmap.__new__") == ["blocked_other"]
+def test_texts_hold_no_places():
     folder = "No such file: '/tmp/program-ab12_x9z/cat.png'; <object at 0x7f00deadbeef>"
     assert repeatable(folder) == "No such file: './cat.png'; <object at 0x0>"
 
