@@ -183,7 +183,7 @@ def held_engine(monkeypatch):
         def submit(self, request, after=None):
             prompt = TOKENIZER.decode(request.prompt.ids.tolist())
             choices = [answer("2")] if last_output(prompt) else [call(PIXEL), call("1 + 1", "hm")]
-            self.allowed[request.id] = Among(choices, self.rules.vocab_size)
+            self.allowed[request.id] = Among(choices, self.rules.config.text.vocab_size)
             return super().submit(request, after)
 
     monkeypatch.setattr(generate, "Engine", Held)
