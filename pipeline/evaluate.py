@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +197,17 @@ class Evaluator:
     def _choose(self, wanted: int) -> list[Sample]:
         """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of
         each; then one of each source of text alone."""
-        streams, texts = [], []
+        turns: list[tuple[int, Sample]] = []
+        texts: list[Sample] = []
         for source in self.config.data.sources if wanted else ():
-            found = self._prompts(source.name, wanted)
-            seen = [sample for sample in found if has_media(sample)]
-            if seen:
-                streams.append(seen)
-            else:
-                texts += found[:1]  # shown once; pictures as often as there is room
-        turns = [sample for turn in zip_longest(*streams) for sample in turn if sample is not None]
-        return turns[: max(wanted, len(streams))] + texts
+            for turn, sample in enumerate(self._prompts(source.name, wanted)):
+                if has_media(sample):
+                    turns.append((turn, sample))
+                elif turn == 0:
+                    texts.append(sample)  # shown once; pictures as often as there is room
+        turns.sort(key=itemgetter(0))
+        most = max(wanted, sum(turn == 0 for turn, _ in turns))
+        return [sample for _, sample in turns[:most]] + texts
 
     def _prompts(self, name: str, wanted: int) -> list[Sample]:
         """Held-out samples of a source that can be read and end in something to answer with."""

@@ -21,38 +21,32 @@ import torch
 
 from earlyfusion.pipeline.runtime import Runtime
 
-# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor
-# cores, fp32 without tensor cores). First match wins.
-PEAKS: dict[str, tuple[float, float]] = {
-    "GB200": (2500e12, 80e12),
-    "B200": (2250e12, 75e12),
-    "GH200": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "H100 PCIe": (756e12, 51e12),
-    "H100": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-    "L40S": (362e12, 91.6e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "A10": (125e12, 31.2e12),
+# Dense bf16 tensor-core FLOP/s by a part of torch.cuda.get_device_name. First match wins.
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "A10": 125e12,
 }
-TF32_SHARE_OF_BF16 = 0.5
 EMA = 0.95
 
 COUNTS = ("tokens", "patches", "samples", "decoder_flops", "vision_flops")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table (MFU is then not
-    shown)."""
+    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table, and for float32 on a GPU,
+    whose peak depends on how it is multiplied (MFU is then not shown)."""
     if device.type != "cuda":
         return measured_peak(dtype, torch.get_num_threads())
     name = torch.cuda.get_device_name(device)
-    for key, (bf16, fp32) in PEAKS.items():
-        if key in name:
-            if dtype is not torch.float32:
-                return bf16
-            return bf16 * TF32_SHARE_OF_BF16 if torch.backends.cuda.matmul.allow_tf32 else fp32
-    return None
+    known = [peak for part, peak in PEAKS.items() if part in name and dtype == torch.bfloat16]
+    return known[0] if known else None
 
 
 @cache

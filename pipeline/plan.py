@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.pipeline.build import with_tokenizer
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.optim.registry import param_groups
-from earlyfusion.pipeline.optim.routing import TableRow, routing_rows
+from earlyfusion.pipeline.optim.routing import blocks_in_words
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start
@@ -44,16 +45,6 @@ def meta_model(config: RunConfig) -> NativeFusion:
     fusion = FusionConfig(text=config.model, vision=config.vision, media_token_id=config.model.vocab_size - 1)
     with torch.device("meta"):
         return NativeFusion(fusion)
-
-
-def with_given_vocabulary(config: RunConfig) -> RunConfig:
-    """The vocabulary of the recipe's tokenizer directory, when it names one; else the size it asks for."""
-    if config.tokenizer.path is None:
-        return config
-    tokens = Tokenizer.load(config.tokenizer.path)
-    return config.with_vocabulary(
-        tokens.vocab_size, bos_token_id=tokens.bos_id, eos_token_id=tokens.eos_id, pad_token_id=tokens.pad_id
-    )
 
 
 def size_table(config: RunConfig, model: NativeFusion) -> Table:
@@ -92,26 +83,19 @@ def decoder_parameters(count: ParameterCount) -> int:
 
 
 def routing_table(config: RunConfig, model: NativeFusion) -> Table:
-    """Which optimizer family trains each weight, layers of equal name and shape in one row."""
-    groups = param_groups(config.optim, model)
-    decayed = {fqn for group in groups if group["weight_decay"] for fqn in group["fqns"]}
+    """Which optimizer family trains each weight; weights that differ only in layer numbers in one row."""
+    rows: Counter[tuple[str, ...]] = Counter()
+    for group in param_groups(config.optim, model):
+        decay = "yes" if group["weight_decay"] else "no"
+        for fqn, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn)
+            sizes = " x ".join(map(str, param.shape)) or "scalar"
+            rows[name, sizes, group["family"], decay, blocks_in_words(param.shape, spec)] += 1
 
-    table = _table("optimizer: who trains what", "weights,count,shape,family,decay,Muon blocks,update scale")
-    for (name, shape, family, blocks, scale, decay), rows in collapse(routing_rows(groups), decayed).items():
-        scales = " ".join(f"{value:.3g}" for value in scale)
-        sizes = " x ".join(map(str, shape)) or "scalar"
-        table.add_row(name, str(len(rows)), sizes, family, "yes" if decay else "no", blocks, scales)
+    table = _table("optimizer: who trains what", "weights,count,shape,family,decay,Muon blocks")
+    for (name, *about), count in rows.items():
+        table.add_row(name, str(count), *about)
     return table
-
-
-def collapse(rows: Sequence[TableRow], decayed: set[str]) -> dict[tuple, list[str]]:
-    """Rows that differ only in layer numbers, together: (name with * for numbers, the rest) -> full names."""
-    merged: dict[tuple, list[str]] = {}
-    for row in rows:
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.fqn)
-        key = (name, row.shape, row.family, row.blocks, tuple(row.scale), row.fqn in decayed)
-        merged.setdefault(key, []).append(row.fqn)
-    return merged
 
 
 def stage_table(config: RunConfig) -> Table:
@@ -160,7 +144,9 @@ def percent(part: float, whole: float) -> str:
 def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool = False) -> None:
     """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself
     would."""
-    config = with_given_vocabulary(config)
+    # The vocabulary of the recipe's tokenizer directory, when it names one; else the size it asks for.
+    if config.tokenizer.path is not None:
+        config = with_tokenizer(config, Tokenizer.load(config.tokenizer.path))
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     model = meta_model(config)
     routing = routing_table(config, model)  # made in any case: it is what raises

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import cast
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.tasks.problem import FORMS, Form
+from earlyfusion.data.tasks.problem import FORMS
 from earlyfusion.data.tasks.registry import TASKS
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.rl.recipe import TaskEntry
@@ -28,10 +27,5 @@ def entry_of(label: str) -> TaskEntry:
     name, level, form, how = match.groups()
     if name not in TASKS:
         raise DataError(f"{label!r}: unknown task {name!r}; {did_you_mean(name, TASKS)}")
-    return TaskEntry(
-        name=name,
-        difficulty=int(level or 0),
-        form=cast(Form, form or "picture"),
-        thought=how == "thought",
-        tools=how == "tools",
-    )
+    about = {"difficulty": level or 0, "form": form or "picture", how or "tools": how is not None}
+    return TaskEntry.model_validate({"name": name, **about})

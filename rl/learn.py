@@ -128,14 +128,13 @@ class Learner:
         versions = [version for piece in row for version in piece.versions]
         return torch.tensor([temperature(self.config.temperature, version) for version in versions])
 
-    def log_probs(
-        self, model: NativeFusion, row: Sequence[Piece], temperature_U: Tensor, replay: bool
-    ) -> Tensor:
+    def log_probs(self, row: Sequence[Piece], temperature_U: Tensor, replay: bool) -> Tensor:
         """Log-probabilities of the answers' tokens at their temperatures, [U] in nats, differentiable.
 
         replay: with the experts that the engine used, where they were captured.
         """
         # One picture for all answers to a prompt: the tower is most of the work of a short answer.
+        model = self.model
         packed, places = pack(model, [piece.trajectory for piece in row], share_pictures=True)
         experts = used_experts(model, places) if replay else nullcontext()
         with experts, self.runtime.accelerator.autocast():
@@ -175,7 +174,7 @@ class Learner:
         pieces = distinct(experience, range(len(experience.groups)))
         for row in rows(pieces, self.config.train.row_tokens):
             replay = self.config.rollout.replay_routing
-            logp_U = self.log_probs(self.model, row, self.temperatures(row), replay).cpu()
+            logp_U = self.log_probs(row, self.temperatures(row), replay).cpu()
             for piece, logp in zip(row, logp_U.split([piece.length for piece in row])):
                 largest = max(largest, float((logp - _sampler_logp(piece)).abs().max()))
                 self._old.update(dict.fromkeys(piece.answers, logp))
@@ -226,7 +225,7 @@ class Learner:
         sums: Sums,
     ) -> Tensor:
         config, device = self.config, self.runtime.device
-        logp_U = self.log_probs(self.model, row, self.temperatures(row), config.rollout.replay_routing)
+        logp_U = self.log_probs(row, self.temperatures(row), config.rollout.replay_routing)
 
         # From distinct answers to all of them: where the tokens of each stand among the U.
         numbers, lengths, logp, engine = [], [], [], []

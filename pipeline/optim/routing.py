@@ -35,7 +35,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from torch import Tensor, nn
 
@@ -56,17 +56,6 @@ _LOOKUP = re.compile(r"(^|\.)(embed_tokens|lm_head|head)\.|pos_emb|patch_embed|c
 
 class RoutingError(UserError, ValueError):
     """A parameter cannot be trained the way its group says."""
-
-
-class TableRow(NamedTuple):
-    """One line of the routing table. blocks in words; scale: factor on an orthogonal block, one per
-    section."""
-
-    fqn: str
-    shape: tuple[int, ...]
-    family: str
-    blocks: str
-    scale: tuple[float, ...]
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -215,20 +204,11 @@ def _check_shard(fqn: str, param: Tensor, spec: BlockSpec) -> None:
         )
 
 
-def routing_rows(param_groups: Sequence[dict[str, Any]]) -> list[TableRow]:
-    """The routing table: one row per parameter, in group order. Shapes are global."""
-    table = []
-    for group in param_groups:
-        for fqn, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
-            shape, blocks = tuple(param.shape), ""
-            scale: tuple[float, ...] = ()
-            if spec:
-                # The blocks in words, e.g. `4 x 48x128` or `8 x (96x128 + 96x128)`.
-                sizes = [(spec[1] * size, shape[-1]) for size in spec[2:]]
-                blocks = " + ".join(f"{rows}x{columns}" for rows, columns in sizes)
-                if len(sizes) > 1:
-                    blocks = f"({blocks})"
-                blocks = f"{math.prod(shape[:-2]) * spec[0]} x {blocks}"
-                scale = tuple(block_scale(*size) for size in sizes)
-            table.append(TableRow(fqn, shape, group["family"], blocks, scale))
-    return table
+def blocks_in_words(shape: Sequence[int], spec: BlockSpec) -> str:
+    """The Muon blocks of a weight for a table, e.g. `4 x 48x128` or `8 x (96x128 + 96x128)`; "" for none."""
+    if not spec:
+        return ""
+    words = " + ".join(f"{spec[1] * size}x{shape[-1]}" for size in spec[2:])
+    if len(spec) > 3:
+        words = f"({words})"
+    return f"{math.prod(shape[:-2]) * spec[0]} x {words}"

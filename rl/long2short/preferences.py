@@ -132,7 +132,7 @@ class PreferenceLearner:
         """Of the chosen and of the rejected answers of these pairs, [B, 2]."""
         pieces = list(held.values())
         lengths = [piece.length for piece in pieces]
-        logp_U = self.learner.log_probs(self.learner.model, pieces, torch.ones(sum(lengths)), replay=False)
+        logp_U = self.learner.log_probs(pieces, torch.ones(sum(lengths)), replay=False)
         logp_N = sequence_sums(logp_U, Segments.from_lengths(lengths))
         places = {key: n for n, key in enumerate(held)}
         pairs = [self.pairs[p] for p in row]

@@ -12,7 +12,7 @@ Legend: T packed tokens, N responses.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
@@ -54,14 +54,6 @@ class StaleConfig(Section):
     ones stay in the row as context."""
 
 
-class Correction(NamedTuple):
-    """weight_T: constant factor of every token's policy term, 0 outside the mask; touched: trained tokens
-    whose weight was cut off or set to 0, 0-d."""
-
-    weight_T: Tensor
-    touched: Tensor
-
-
 @torch.no_grad()
 def importance_weights(
     config: CorrectionConfig,
@@ -69,8 +61,10 @@ def importance_weights(
     sampler_logp_T: Tensor,
     segments: Segments,
     mask_T: Tensor,
-) -> Correction:
-    """Truncated (TIS), masked (MIS) or rejecting importance weights from w = pi_old / mu.
+) -> tuple[Tensor, Tensor]:
+    """Truncated (TIS), masked (MIS) or rejecting importance weights from w = pi_old / mu: the constant factor
+    of every token's policy term [T], 0 outside the mask, and how many trained tokens were cut off or set to 0
+    (0-d).
 
     level: w of the token; of the answer, exp(sum log w); or exp(mean log w), which does not grow with its
     length. tis: min(w, high); mis: w inside [low, high], else 0; reject: 1 inside, else 0. max_k3 sets
@@ -103,7 +97,7 @@ def importance_weights(
         k3_N = sequence_sums(torch.expm1(log_T) - log_T, segments) / counts_N
         far_T = spread(k3_N > config.max_k3, segments)
         weight_T, touched_T = only(~far_T, weight_T), touched_T | far_T
-    return Correction(only(mask_T, weight_T), (touched_T & mask_T).sum())
+    return only(mask_T, weight_T), (touched_T & mask_T).sum()
 
 
 def fresh(config: StaleConfig, versions_T: Tensor, current: int) -> Tensor:

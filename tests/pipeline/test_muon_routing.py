@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.pipeline.optim.muonclip import MuonClip
-from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups, routing_rows
+from earlyfusion.pipeline.optim.routing import RoutingError, blocks_in_words, build_param_groups
 
 TINY_TEXT = {
     "vocab_size": 64,
@@ -131,15 +131,10 @@ def test_vision_tower_goes_to_muon_only_on_request_and_its_lookups_never():
     )
 
 
-def test_routing_table_has_a_row_for_every_parameter():
-    model = TinyModel(value=5)
-    table = {row.fqn: row for row in routing_rows(optimizer(model).param_groups)}
-    assert set(table) == set(dict(model.named_parameters()))
-    kv = table["layers.1.self_attn.kv_b_proj.weight"]
-    assert (kv.shape, kv.family, kv.blocks) == ((52, 12), "muon", "4 x (8x12 + 5x12)")
-    assert kv.scale == pytest.approx((0.2 * 12**0.5, 0.2 * 12**0.5))
-    assert table["layers.0.block_sparse_moe.experts.down_proj"].blocks == "3 x 24x10"
-    assert table["embed_tokens.weight"][2:] == ("adamw", "", ())
+def test_blocks_are_told_in_words():
+    assert blocks_in_words((52, 12), [4, 1, 8, 5]) == "4 x (8x12 + 5x12)"
+    assert blocks_in_words((3, 24, 10), [1, 1, 24]) == "3 x 24x10"
+    assert blocks_in_words((32, 24), []) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,8 +9,7 @@ from tiny_run import whole_recipes
 
 from earlyfusion.model.flops import count_parameters
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.optim.routing import TableRow, build_param_groups
-from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, show_plan
+from earlyfusion.pipeline.plan import decoder_parameters, meta_model, show_plan
 
 
 def shown(name: str, *overrides: tuple[str, str]) -> str:
@@ -26,22 +25,6 @@ def test_every_recipe_has_a_plan_without_storage(name):
     for number in (count.total, count.active, decoder_parameters(count)):
         assert f"{number:,}" in text
     assert all(part in text for part in ("resolved recipe", "who trains what", "stages:"))
-
-
-def test_collapsing_layers_loses_no_weight():
-    config = load_config(["nano"])
-    model = meta_model(config)
-    groups = build_param_groups(model, 1e-3, 0.1)
-    rows = [
-        TableRow(f, tuple(p.shape), g["family"], "", ())
-        for g in groups
-        for f, p in zip(g["fqns"], g["params"])
-    ]
-    merged = collapse(rows, {"decoder.norm.weight"})
-    assert sorted(name for names in merged.values() for name in names) == sorted(
-        n for n, _ in model.named_parameters()
-    )
-    assert len(merged) < len(rows)
 
 
 def test_the_optimizer_section_steers_the_routing_shown():

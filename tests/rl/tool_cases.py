@@ -80,7 +80,10 @@ def hold(engine: Any) -> dict[str, Among]:
     free = engine.runner.banned_for
 
     def banned_for(samples, total):
-        common, mask = free(samples, total), torch.zeros(total, engine.rules.config.text.vocab_size, dtype=torch.bool)
+        common, mask = (
+            free(samples, total),
+            torch.zeros(total, engine.rules.config.text.vocab_size, dtype=torch.bool),
+        )
         mask |= common if common.dtype == torch.bool else mask.index_fill(1, common, True)
         for row, sample in zip(mask, samples):
             if sample.parent.request.id in allowed:
