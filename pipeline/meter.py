@@ -40,7 +40,7 @@ COUNTS = ("tokens", "patches", "samples", "decoder_flops", "vision_flops")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table, and for float32 on a GPU,
+    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table, and for float32 on one,
     whose peak depends on how it is multiplied (MFU is then not shown)."""
     if device.type != "cuda":
         return measured_peak(dtype, torch.get_num_threads())
