@@ -284,9 +284,6 @@ class Generated(Source):
     """A source without end: a sample is made from (seed, kind, number), of training number = epoch * count +
     index."""
 
-    version = 1
-    """Part of the fingerprint: raise it when other samples are made than before."""
-
     def __len__(self) -> int:
         return self.options.count
 
@@ -294,7 +291,8 @@ class Generated(Source):
         return self.options.heldout_count
 
     def contents(self) -> Iterator[object]:
-        yield self.version
+        # The first is raised when other samples are made than before.
+        yield 1
         yield len(self)
 
     def get(self, index: int, epoch: int) -> Sample:

@@ -73,10 +73,6 @@ class Synth(Generated):
         given = {name: getattr(self.options, name) for name in ("min_side", "max_side", *self.own)}
         return self.graph_type.make(rng, heldout=heldout, **given), rng
 
-    def graph(self, number: int, heldout: bool = False) -> Graph:
-        """The graph of sample `number` (epoch * count + index)."""
-        return self._start(number, heldout)[0]
-
     def _written(self, graph: Graph, rng: Random) -> list[Text]:
         # Both are drawn always, so that the share does not move what follows.
         caption, questions = graph.caption(rng), graph.questions(rng, self.options.questions)
@@ -111,7 +107,8 @@ class SynthScenes(Synth):
         return Text(graph.words()) if rng.random() < self.options.text_twin else graph.media()
 
     def texts(self, index: int) -> list[str]:
-        return [self.graph(index).words(), *super().texts(index)]
+        graph, rng = self._start(index, False)
+        return [graph.words(), *(text.text for text in self._written(graph, rng))]
 
 
 @source("synth_charts", SynthOptions, pictures=True, note=NOTE)

@@ -6,14 +6,12 @@ import json
 import time
 
 import pytest
-import webdataset
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.sources.base import SourceConfig, build_source
 
-from .prepare_cases import prepare
 from .shard_files import captions, dump, picture, write_tar
 
 
@@ -42,25 +40,6 @@ def test_the_fingerprint_follows_the_content_not_the_place(tmp_path):
         write_tar(tmp_path / folder / "s.tar", captions(count))
         prints.append(source("webdataset", tmp_path / folder).fingerprint())
     assert prints[0] == prints[1] != prints[2]
-
-
-def test_prepared_shards_open_with_webdataset(tmp_path, tokenizer):
-    """Ours is one reader among others: what prepare writes needs neither our index nor our code."""
-    tokenizer.save(tmp_path / "tokenizer")
-    (tmp_path / "album").mkdir()
-    for i in range(5):
-        (tmp_path / "album" / f"p{i}.jpg").write_bytes(picture(i))
-        (tmp_path / "album" / f"p{i}.txt").write_text(f"picture {i}")
-    prepare(tmp_path, tmp_path / "album")
-    (shard,) = (tmp_path / "out").glob("*.tar")
-    theirs = list(webdataset.WebDataset(str(shard), shardshuffle=False))
-    ours = source("webdataset", tmp_path / "out")
-    assert len(theirs) == len(ours) == 5
-    for i, sample in enumerate(theirs):
-        assert [sample["jpg"], "\n" + sample["txt"].decode()] == [
-            ours.get(i, 0).segments[0].image,
-            ours.get(i, 0).text,
-        ]
 
 
 def damaged(folder):
