@@ -4,11 +4,8 @@ import random
 import time
 from functools import cache
 
-import numpy as np
 import pytest
 
-from earlyfusion.data.formats.regions import write_regions
-from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.tasks.scoring import rewards as metrics_boxes
 from earlyfusion.data.tasks.scoring import text as metrics
 from earlyfusion.data.tasks.scoring.answers import candidates, open_match
@@ -111,22 +108,6 @@ def test_boxes_are_read_in_every_public_form():
     assert located == [pytest.approx(expected, abs=0.2)]  # 1/1024 of a side
     two = metrics_boxes.parse_boxes("first [1, 2, 3, 4] then (5,6),(7,8)", width, height)
     assert two == [(1, 2, 3, 4), (5, 6, 7, 8)]
-
-
-def test_boxes_are_read_as_training_writes_them():
-    boxes = [(12.0, 30.0, 200.0, 181.0), (0.0, 0.0, 320.0, 240.0)]
-    regions = [Region("red cup", box) for box in boxes]
-    for form, seen in (("both", (160, 120)), ("normalized", (160, 120)), ("absolute", (320, 240))):
-        text = write_regions(Regions(regions, form=form), (320, 240), seen)
-        read = metrics_boxes.parse_boxes(text, 320, 240)
-        # Three decimals of 320 pixels.
-        assert np.allclose(read, boxes, atol=0.2)
-
-
-def test_what_is_no_box_is_not_read_as_one():
-    for text in ("", "no box", "[1, 2, 3]", "[a, b, c, d]", "1 2 3 4", "[1e999, 0, 0, 0]"):
-        assert metrics_boxes.parse_boxes(text, 10, 10) == [], text
-    assert metrics_boxes.parse_boxes("[1, 1, 1, 1]", 10, 10) == [(1, 1, 1, 1)]  # whole numbers stay pixels
 
 
 def test_grounding_scores():

@@ -70,11 +70,8 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
         samples += sum(len(batch.keys) for batch in first.next_step())
     state = json.loads(json.dumps(first.state_dict()))
     pool = {tuple(row[:3]) for row in state["lanes"]["0"]["pool"]}
-    finished = set(reads[:-1]) - pool - {reads[-1]}
-    split = {
-        (name, *first_where(first, name)) for name, s in state["lanes"]["0"]["streams"].items() if s["start"]
-    }
-    finished -= split
+    # The last document of each source may still be in the middle of its pieces.
+    finished = set(reads) - pool - set({read[0]: read for read in reads}.values())
     assert len(reads) == len(set(reads)) and len(finished) > 0.9 * SAMPLES
 
     second, again = build(**shape), []
@@ -95,11 +92,6 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
         "the packed documents and what refills the pool"
     )
     assert chained("", batches) == chained("", first.next_step())
-
-
-def first_where(loader, name):
-    """(epoch, index) of the document in which a source of lane 0 stands."""
-    return loader._feeds[0]._make.args[0][0].streams[name].where()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
