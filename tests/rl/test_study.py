@@ -126,7 +126,6 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     for words in (
         "registered",
         "fitted on picture, read off twin",
-        "1234",
         "Score of the task",
         "run by run",
     ):
