@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,21 +17,22 @@ from earlyfusion.pipeline.bench.timing import NOTHING, Work, reason
 
 Side = Callable[..., Any]
 PEERS = ("fla", "torch", "eager", "transformers", "recurrence", "muon")
-FLA = ("fla", "fla-core==0.6.0")
-"""A package, and what pip calls it."""
 
 
+@dataclass
 class Setting:
     """Where and what: device, dtype of the data, which peers; check: small shapes for the comparison with
     float64."""
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, against: Sequence[str] = (), check: bool = False
-    ) -> None:
-        self.device, self.dtype, self.against, self.check = device, dtype, against, check
+    device: torch.device
+    dtype: torch.dtype
+    against: Sequence[str] = ()
+    check: bool = False
+
+    def __post_init__(self) -> None:
         # Seeded by whoever draws, group by group.
-        self.generator = torch.Generator(device)
-        self.gpu = device.type == "cuda"
+        self.generator = torch.Generator(self.device)
+        self.gpu = self.device.type == "cuda"
 
     def randn(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers, drawn in float32 on the setting's device."""
@@ -43,19 +43,15 @@ class Setting:
         """Uniform numbers in [0, 1), float32."""
         return torch.rand(*shape, generator=self.generator, device=self.device)
 
-    def leaf(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers that want a gradient."""
-        return self.randn(*shape, scale=scale, dtype=dtype).requires_grad_()
+    def leaf(self, *shape: int, **options: Any) -> Tensor:
+        """Normal numbers that want a gradient; options of `randn`."""
+        return self.randn(*shape, **options).requires_grad_()
 
     def pick(self, check: Any, gpu: Any, cpu: Any) -> Any:
         """Shapes: small odd ones for the check, full ones on a GPU, small ones on a CPU."""
         if self.check:
             return check
         return gpu if self.gpu else cpu
-
-    def tolerance(self, wide: float = 2e-5) -> float:
-        """Relative error that is allowed: `wide` in float32."""
-        return 0.03 if self.dtype == torch.bfloat16 else wide
 
 
 @dataclass
@@ -72,74 +68,55 @@ class Case:
     label: str
     leaves: list[Tensor]
     sides: dict[str, Side]
-    law: Side | None = None
+    law: Any = None
     forward: Work = NOTHING
     backward: Work | None = None
     tolerance: float = 0.03
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def add_peer(self, name: str, package: str, install: str, side: Callable[[], Side]) -> None:
-        """Add a peer, or the reason why it is not there."""
-        # Looked up, not imported: an import may fail without a GPU.
-        if find_spec(package) is None:
-            self.skipped[name] = f"not installed: pip install {install}"
-        else:
-            self.sides[name] = side()
-
-
-def ours(op: str, setting: Setting) -> dict[str, Side]:
-    """Our backends of an operation: what dispatch picks, on a GPU with the torch form as a peer."""
-    # EF_KERNELS counts here as everywhere.
-    sides = {"ours": resolve(op, setting.device)}
-    if setting.gpu and "torch" in setting.against and "torch" in REGISTRY[op]:
-        sides["torch form"] = load(REGISTRY[op]["torch"])
-    return sides
-
-
-def law_of(op: str) -> Side:
-    """The definition of an operation."""
-    return load(REGISTRY[op]["naive"])
-
 
 def case_of(
-    op: str,
+    ops: str,
     label: str,
     setting: Setting,
     leaves: list[Tensor],
     *after: Any,
+    wide: float = 2e-5,
+    around: Callable[..., Side] | None = None,
     forward: Work = NOTHING,
     backward: Work | None = None,
-    wide: float = 2e-5,
-    around: Callable[[Side], Side] | None = None,
     **options: Any,
 ) -> Case:
-    """A case of one operation: our backends and its law, called alike as `op(*leaves, *after, **options)`, or
-    as `around(op)(*leaves)`."""
+    """A case of operations: what dispatch picks, on a GPU the torch form as a peer, and the law. They are
+    called alike, as `op(*leaves, *after, **options)`, or as `around(*ops)(*leaves)`.
 
-    def plain(backend: Side) -> Side:
-        return lambda *given: backend(*given, *after, **options)
+    wide: the tolerance in float32.
+    """
 
-    call = around or plain
-    sides = {name: call(backend) for name, backend in ours(op, setting).items()}
-    return Case(op, label, leaves, sides, call(law_of(op)), forward, backward, setting.tolerance(wide))
+    def plain(op: Side) -> Side:
+        return lambda *given: op(*given, *after, **options)
 
-
-def outputs_of(side: Side, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that a side returns, also out of lists and tuples inside."""
-    # Operations return tensors, tuples and lists of them; order is all that counts.
-    found, waiting = [], [side(*leaves)]
-    while waiting:
-        one = waiting.pop(0)
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif one is not None:
-            waiting = [*one, *waiting]
-    return found
+    names, call = ops.split(), around or plain
+    # EF_KERNELS counts here as everywhere.
+    sides = {"ours": call(*(resolve(op, setting.device) for op in names))}
+    if setting.gpu and "torch" in setting.against and "torch" in REGISTRY[names[0]]:
+        sides["torch form"] = call(*(load(REGISTRY[op]["torch"]) for op in names))
+    law = call(*(load(REGISTRY[op]["naive"]) for op in names))
+    tolerance = 0.03 if setting.dtype == torch.bfloat16 else wide
+    return Case(ops, label, leaves, sides, law, forward, backward, tolerance)
 
 
-def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """A direction for every output, the same numbers whatever the dtype and device."""
-    # Drawn on the CPU, so that every device sees the same numbers.
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    """The tensors of what an operation returns, also in lists and tuples inside: order is all that counts."""
+    if isinstance(found, Tensor):
+        yield found
+    elif found is not None:
+        for one in found:
+            yield from tensors_in(one)
+
+
+def slopes_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """A direction for every output, drawn on the CPU: the same numbers whatever the dtype and device."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
 
@@ -147,13 +124,13 @@ def cotangents_of(outputs: Sequence[Tensor]) -> list[Tensor]:
 def forward_and_backward(
     side: Side, leaves: Sequence[Tensor], slopes: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Outputs, and the gradients of all leaves that want one along the slopes (`cotangents_of` where none are
+    """Outputs, and the gradients of all leaves that want one along the slopes (`slopes_of` where none are
     given)."""
-    outputs = outputs_of(side, leaves)
+    outputs = list(tensors_in(side(*leaves)))
     trained = [leaf for leaf in leaves if leaf.requires_grad]
 
     # Outputs without a gradient (a mask, an entropy) have no slope.
-    pairs = zip(outputs, slopes or cotangents_of(outputs))
+    pairs = zip(outputs, slopes or slopes_of(outputs))
     sloped = [(out, slope.to(out.dtype)) for out, slope in pairs if out.requires_grad]
     if not trained or not sloped:
         return outputs
@@ -161,15 +138,15 @@ def forward_and_backward(
     return [*outputs, *torch.autograd.grad(heads, trained, directions, materialize_grads=True)]
 
 
-def copied(leaves: Sequence[Tensor], wide: bool = False) -> list[Tensor]:
-    """The same inputs anew, in float64 if `wide`: a kernel may update a state in place."""
+def on_copies(side: Side, leaves: Sequence[Tensor], wide: bool) -> list[Tensor]:
+    """`forward_and_backward` on copies, in float64 if `wide`: a kernel may update a state in place."""
     copies = []
     for leaf in leaves:
         copy = leaf.detach().clone()
         if wide and copy.is_floating_point():
             copy = copy.double()
         copies.append(copy.requires_grad_(leaf.requires_grad))
-    return copies
+    return forward_and_backward(side, copies)
 
 
 def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -177,8 +154,8 @@ def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     # The 2-norm of a whole tensor: single entries near zero have no relative error.
     worst = 0.0
     for one, law in zip(got, expected):
-        one, law = one.detach().double(), law.detach().double().to(one.device)
-        if one.shape != law.shape or not bool(torch.isfinite(one).all()):
+        one, law = one.detach().double(), law.detach().to(one.device)
+        if one.shape != law.shape or not bool(one.isfinite().all()):
             return float("inf")
         worst = max(worst, float((one - law).norm() / law.norm().clamp_min(1e-30)))
     return worst
@@ -191,11 +168,11 @@ def errors(case: Case) -> dict[str, float]:
         return {}
 
     # The law in float64 is as near to the truth as it gets.
-    expected = forward_and_backward(case.law, copied(case.leaves, wide=True))
+    expected = on_copies(case.law, case.leaves, wide=True)
     found = {}
     for name, side in case.sides.items():
         try:
-            found[name] = relative_error(forward_and_backward(side, copied(case.leaves)), expected)
+            found[name] = relative_error(on_copies(side, case.leaves, wide=False), expected)
         except Exception as error:  # a peer's failure is a result of the comparison
             case.skipped[name] = reason(error)
     return found

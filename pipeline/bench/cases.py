@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.attnres.naive import SubLayer
+from earlyfusion.kernels.dispatch import REGISTRY, load
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of, law_of, ours
+from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of
 from earlyfusion.pipeline.bench.kda_cases import MIXED, kda, kda_case
 from earlyfusion.pipeline.bench.timing import Work
 
@@ -45,23 +46,22 @@ CPU_PATHS = (("12 sub-layers, d 256", 2, 6, 256, 2048),)
 CHECK_PATHS = (("12 sub-layers, d 2304", 2, 6, 2304, 37),)
 
 
-def two_phase(open_block: Side, step: Side, blocks: int, size: int) -> Side:
+def two_phase(blocks: int, size: int, open_block: Side, step: Side) -> Side:
     """The schedule with our two operations."""
 
     def run(embedding: Tensor, outs_LTD: Tensor, qw_LD: Tensor, norms_LD: Tensor) -> list[Tensor]:
         sources, outs, inputs = (embedding,), outs_LTD.unbind(), []
-        queries, norms = qw_LD.unbind(), norms_LD.unbind()
         for first in range(0, blocks * size, size):
             # Phase 1: all sub-layers of the block look at the finished sources.
             o, lse, sources = open_block(sources, qw_LD[first : first + size], EPS)
             wide = torch.promote_types(o[0].dtype, torch.float32)
-            inputs.append(F.rms_norm(o[0].to(wide), o[0].shape[1:], norms[first], EPS).to(o[0].dtype))
+            inputs.append(F.rms_norm(o[0].to(wide), o[0].shape[1:], norms_LD[first], EPS).to(o[0].dtype))
 
             # Phase 2: each adds what the block has made so far.
             partial_TD, out = outs[first], None
             for s in range(1, size):
                 at = first + s
-                partial_TD, x = step(o[s], lse[s], partial_TD, out, queries[at], norms[at], EPS, EPS)
+                partial_TD, x = step(o[s], lse[s], partial_TD, out, qw_LD[at], norms_LD[at], EPS, EPS)
                 inputs.append(x)
                 out = outs[at]
             sources = (*sources, partial_TD if out is None else partial_TD + out)
@@ -70,44 +70,34 @@ def two_phase(open_block: Side, step: Side, blocks: int, size: int) -> Side:
     return run
 
 
-def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
-    """The residual path of one model (label, blocks, sub-layers a block, hidden, tokens).
+@group
+def attnres(setting: Setting) -> Iterator[Case]:
+    """Residual paths of whole models.
 
     Least traffic of the two-phase schedule, a unit being one [T, D]: per block n + S units for phase 1, 6 per
     sub-layer around it; backward 3 n + S and 6.
     """
-    label, blocks, size, hidden, tokens = path
-    count = blocks * size
-    norms = 1 + setting.randn(count, hidden, scale=0.1, dtype=torch.float32)
-    leaves = [
-        setting.leaf(tokens, hidden),
-        setting.leaf(count, tokens, hidden),
-        setting.leaf(count, hidden, scale=hidden**-0.5, dtype=torch.float32),
-        norms.requires_grad_(),
-    ]
+    for label, blocks, size, hidden, tokens in setting.pick(CHECK_PATHS, PATHS, CPU_PATHS):
+        count, wide = blocks * size, torch.float32
+        norms = 1 + setting.randn(count, hidden, scale=0.1, dtype=wide)
+        leaves = [
+            setting.leaf(tokens, hidden),
+            setting.leaf(count, tokens, hidden),
+            setting.leaf(count, hidden, scale=hidden**-0.5, dtype=wide),
+            norms.requires_grad_(),
+        ]
 
-    # What the two-phase schedule must move, whoever computes it: block n has n + 1 sources.
-    sources = blocks * (blocks + 1) / 2
-    forward = sources + blocks * (6 * size - 3)
-    backward = 3 * sources + blocks * (7 * size - 3)
-    opens, steps = ours("attnres_phase1", setting), ours("attnres_step", setting)
-    return Case(
-        "attnres_phase1 attnres_step",
-        f"{label}, T {tokens}",
-        leaves,
-        {name: two_phase(opens[name], steps[name], blocks, size) for name in opens},
-        two_phase(law_of("attnres_phase1"), law_of("attnres_step"), blocks, size),
-        Work(forward * leaves[0].nbytes),
-        Work(backward * leaves[0].nbytes),
-        setting.tolerance(),
-    )
-
-
-@group
-def attnres(setting: Setting) -> Iterator[Case]:
-    """Residual paths of whole models."""
-    for path in setting.pick(CHECK_PATHS, PATHS, CPU_PATHS):
-        yield path_case(path, setting)
+        # What the two-phase schedule must move, whoever computes it: block n has n + 1 sources.
+        sources, unit = blocks * (blocks + 1) / 2, leaves[0].nbytes
+        yield case_of(
+            "attnres_phase1 attnres_step",
+            f"{label}, T {tokens}",
+            setting,
+            leaves,
+            around=partial(two_phase, blocks, size),
+            forward=Work(unit * (sources + blocks * (6 * size - 3))),
+            backward=Work(unit * (3 * sources + blocks * (7 * size - 3))),
+        )
 
 
 # ---- The loss head.
@@ -232,7 +222,7 @@ def decode(setting: Setting) -> Iterator[Case]:
         width**-0.5,
         forward=Work(pages.nbytes, 2.0 * batch * heads * length * (width + rank)),
     )
-    if setting.gpu and "torch" in setting.against and case.law is not None:
+    if setting.gpu and "torch" in setting.against:
         case.sides["gathered"] = case.law
     yield case
 
@@ -258,7 +248,7 @@ def moe(setting: Setting) -> Iterator[Case]:
         forward=Work(moved, flops),
         backward=Work(2 * moved, 2 * flops),
     )
-    if "eager" in setting.against and case.law is not None:
+    if "eager" in setting.against:
         case.sides["loop over experts"] = case.law
     yield case
 
@@ -284,23 +274,25 @@ def muon(setting: Setting) -> Iterator[Case]:
     momentum = torch.zeros_like(weight)
     short, long = min(rows, columns), max(rows, columns)
 
-    def stacked(orthogonalise: Side, gradient: Tensor) -> Tensor:
+    def step(orthogonalise: Side, gradient: Tensor) -> Tensor:
         momentum.mul_(0.95).add_(gradient)
         return weight.add_(orthogonalise(gradient.add(momentum, alpha=0.95)), alpha=-1e-4 * 0.2 * long**0.5)
 
-    sides: dict[str, Side] = {}
-    for name, op in ours("newton_schulz", setting).items():
-        sides[name] = partial(stacked, op)
+    # Gram form with symmetric halves, five steps.
+    work = Work(20.0 * gradient.numel(), count * (14.0 * short**3 + 6.0 * short**2 * long))
+    label = f"{count} x [{rows}, {columns}]"
+    case = case_of(
+        "newton_schulz", label, setting, [gradient], around=lambda op: partial(step, op), forward=work
+    )
+    case.law = None  # every side has weights and a momentum of its own
     if "muon" in setting.against:
         # torch takes a list of matrices, one launch after the other.
         parameters = [torch.nn.Parameter(x.clone()) for x in weight]
         for parameter, slope in zip(parameters, gradient):
             parameter.grad = slope
         optimizer = torch.optim.Muon(parameters, lr=1e-4, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        sides["torch.optim.Muon"] = lambda gradient: optimizer.step()
-    # Gram form with symmetric halves, five steps.
-    work = Work(20.0 * gradient.numel(), count * (14.0 * short**3 + 6.0 * short**2 * long))
-    yield Case("newton_schulz", f"{count} x [{rows}, {columns}]", [gradient], sides, forward=work)
+        case.sides["torch.optim.Muon"] = lambda gradient: optimizer.step()
+    yield case
 
 
 # ---- What only the check looks at: the operations and outputs that no group above times.
@@ -342,15 +334,22 @@ def others(setting: Setting) -> Iterator[Case]:
     # Parts of attention for the engine and for QK-Clip.
     rows = [randn(newest.total, 4, 24), k.detach(), v.detach()]
     yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
-    lse = law_of("attention")(q, k, v, segments, **options)[1].detach()
+    law = load(REGISTRY["attention"]["naive"])
+    lse = law(q, k, v, segments, return_lse=True, **options)[1].detach()
     rows = [q.detach(), k.detach(), lse]
     yield case_of("max_logit", "largest logits", setting, rows, segments, tau=-1e4, **options)
 
     # AttnRes piece by piece, as the engine and the model call it.
     stacked, qw = leaf(3, tokens, 20), leaf(4, 20)
-    yield case_of("attnres_phase1", "three sources", setting, [stacked, qw], around=in_lists)
-    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), *(leaf(tokens, 20) for _ in range(2))]
-    yield case_of("attnres_step", "a partial sum", setting, [*rows, leaf(20), leaf(20)], EPS, EPS)
+    yield case_of(
+        "attnres_phase1",
+        "three sources",
+        setting,
+        [stacked, qw],
+        around=in_lists,
+    )
+    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), leaf(tokens, 20), leaf(20)]
+    yield case_of("attnres_merge", "a partial sum", setting, rows, EPS)
     rows = [stacked, qw, leaf(4, 20)]
     yield case_of("attnres_block", "four sub-layers", setting, rows, around=scaled_block)
 

@@ -13,7 +13,6 @@ loads it, by worker processes.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 import zlib
@@ -30,7 +29,7 @@ from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.loaders import BATCHES, PATCHES
-from earlyfusion.pipeline.bench.record import Result, in_turn, run_side, save_record
+from earlyfusion.pipeline.bench.record import Result, in_turn, medians, run_side, save_record
 from earlyfusion.pipeline.bench.shards import write_shards
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
@@ -117,9 +116,7 @@ def compared(side: Any, sides: Any, rounds: int, request: Result, title: str) ->
         return run_side(side, {"side": name, **request}, **ONE_THREAD)
 
     results, refused = in_turn(sides, rounds, run)
-    figures: dict[str, dict[str, float]] = {}
-    for name, found in results.items():
-        figures[name] = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    figures = {name: medians(found) for name, found in results.items()}
     # Against what everybody writes.
     for row in figures.values():
         first = next(key for key in row if key.endswith("_s"))

@@ -23,9 +23,8 @@ Part 2: decoding at long contexts, the hybrid against the same model with MLA ev
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,8 +40,9 @@ from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import cast
 from earlyfusion.pipeline.bench.contexts import measure_context, model_pair
 from earlyfusion.pipeline.bench.peer import FIRST_TOKEN, our_model, shared_shape, their_model, their_names
-from earlyfusion.pipeline.bench.record import Result, chosen, in_turn, run_side, save_record
+from earlyfusion.pipeline.bench.record import Result, chosen, in_turn, medians, run_side, save_record
 from earlyfusion.pipeline.bench.timing import default_device, now, peak_mib
+from earlyfusion.pipeline.config.arguments import split_overrides
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
@@ -216,50 +216,61 @@ def engine_side(
 
 def numbers(text: str) -> list[int]:
     """A list such as 1,8,64; raises UserError for anything else."""
-    parts = [part.strip() for part in text.split(",") if part]
+    parts = chosen(text)
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserError(f"bench engine: {text!r}: expected numbers of at least 1, such as 1,8,64")
     return [int(part) for part in parts]
 
 
-def decoder_shape(recipe: str, changes: Sequence[str]) -> dict[str, Any]:
+def decoder_shape(recipe: str, changes: list[str]) -> dict[str, Any]:
     """The decoder of a recipe, with changes such as ["--model.num_experts", "16"].
 
-    Raises:
-        UserError: the recipe or a key is unknown, a value is missing, or the shape is impossible.
+    Raises UserError: the recipe or a key is unknown, a value is missing, or the shape is impossible.
     """
-    keys, values = changes[::2], changes[1::2]
-    if len(keys) != len(values) or not all(word.startswith("--model.") for word in keys):
+    words, pairs = split_overrides(changes)
+    if words or not all(key.startswith("model.") for key, _ in pairs):
         raise UserError(
             f"bench engine: {' '.join(changes)!r} is not understood; expected --model.KEY VALUE pairs"
         )
-    pairs = zip([key.removeprefix("--") for key in keys], values)
     return load_config([recipe], pairs).model.model_dump(mode="json")
 
 
 def compare(options: EngineOptions, shape: dict[str, Any]) -> list[Result]:
-    """One record per (batch, prompt length, kind of lengths)."""
+    """One record per (batch, prompt length, kind of lengths), and the table of all."""
     # The engine comes first: the others' answers are compared with its.
     sides = ["engine", *chosen(options.sides, PEERS, "--sides")]
-    batches, prompts = numbers(options.batches), numbers(options.prompts)
-    cases = [(batch, prompt, "equal") for batch in batches for prompt in prompts]
-    cases += [(batch, max(prompts), "ragged") for batch in batches if batch > 1]
-    cases += [(batch, max(prompts), "groups") for batch in batches if batch % GROUP == 0]
-    same = {"shape": shape, **options.model_dump(include={"new", "threads", "dtype"})}
+    prompts, cases = numbers(options.prompts), list[tuple[int, int, str]]()
+    for batch in numbers(options.batches):
+        cases += [(batch, prompt, "equal") for prompt in prompts]
+        if batch > 1:
+            cases.append((batch, max(prompts), "ragged"))
+        if batch % GROUP == 0:
+            cases.append((batch, max(prompts), "groups"))
 
-    records = []
+    same = {"shape": shape, **options.model_dump(include={"new", "threads", "dtype"})}
+    records, columns = [], {}
     for case in cases:
 
         def run(side: str, case: tuple[int, int, str] = case) -> Result:
             return run_side(engine_side, {"side": side, "case": case, **same})
 
+        # Whatever transformers raises for what it does not support, it is not asked again.
         results, refused = in_turn(sides, options.rounds, run)
         sides = list(results)
-        figures = figures_of(results)
-        records.append(dict(zip(("batch", "prompt", "lengths"), case)) | figures | {"refused": refused})
-        # Whatever transformers raises for what it does not support.
         for side, why in refused.items():
             print(f"transformers refuses {side}: {why}")
+        figures = figures_of(results)
+        records.append(dict(zip(("batch", "prompt", "lengths"), case)) | figures | {"refused": refused})
+
+        # Speed first (prompts read included), then what it may have cost: answers that differ.
+        found = figures["sides"]
+        columns["{} x {} {}".format(*case)] = {
+            **{side: figures["tokens_per_s"] for side, figures in found.items()},
+            **{f"engine / {peer}": ratio for peer, ratio in figures["ratio_to"].items()},
+            "engine, decode only": found["engine"]["decode_tokens_per_s"],
+            "equal answers": min(figures["equal_tokens"] for figures in found.values()),
+        }
+    show("greedy generation, tokens/s", columns)
     return records
 
 
@@ -269,31 +280,16 @@ def figures_of(results: dict[str, list[Result]]) -> Result:
     equal_tokens: share of answers that equal the engine's token for token.
     """
     sides: dict[str, Any] = {}
+    ratios = {}
+    expected = results["engine"][0]["answers"]
     for side, found in results.items():
-        keys = set(found[0]) - {"answers"}
-        sides[side] = {key: statistics.median(one[key] for one in found) for key in sorted(keys)}
-        same = [a == b for a, b in zip(results["engine"][0]["answers"], found[0]["answers"])]
-        sides[side]["equal_tokens"] = sum(same) / len(same)
-
-    ours = sides["engine"]["tokens_per_s"]
-    ratios = {side: ours / figures["tokens_per_s"] for side, figures in sides.items() if side != "engine"}
+        # What was answered is the same in every round.
+        answers, *_ = [one.pop("answers") for one in found]
+        same = [a == b for a, b in zip(expected, answers)]
+        sides[side] = medians(found) | {"equal_tokens": sum(same) / len(same)}
+        if side != "engine":
+            ratios[side] = sides["engine"]["tokens_per_s"] / sides[side]["tokens_per_s"]
     return {"sides": sides, "ratio_to": ratios}
-
-
-def show_comparison(records: list[Result]) -> None:
-    """tokens/s of every side (prompts read included), the engine's over them, decoding alone, equal
-    answers."""
-    # Speed first, then what it may have cost: answers that differ.
-    columns = {}
-    for record in records:
-        sides = record["sides"]
-        columns[f"{record['batch']} x {record['prompt']} {record['lengths']}"] = {
-            **{side: figures["tokens_per_s"] for side, figures in sides.items()},
-            **{f"engine / {peer}": ratio for peer, ratio in record["ratio_to"].items()},
-            "engine, decode only": sides["engine"]["decode_tokens_per_s"],
-            "equal answers": min(figures["equal_tokens"] for figures in sides.values()),
-        }
-    show("greedy generation, tokens/s", columns)
 
 
 @verb
@@ -303,7 +299,6 @@ def run(options: EngineOptions) -> None:
     record: Result = {}
     if options.sides:
         record["comparison"] = compare(options, shape)
-        show_comparison(record["comparison"])
     if options.steps:
         torch.set_num_threads(options.threads)
         models = model_pair(shape, getattr(torch, options.dtype))

@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.pipeline.bench.case import FLA, Case, Setting, Side, case_of
+from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of
 from earlyfusion.pipeline.bench.timing import Work
 
 # Kernels that are quick in one regime may overflow in another.
@@ -144,13 +145,18 @@ def kda_case(
     )
 
     # Peers: those of a GPU and those of a CPU.
-    if setting.gpu and "fla" in setting.against:
-        case.add_peer("fla", *FLA, lambda: fla_kda(segments, setting.device, bound, False))
-        if bound is not None:  # fla's safe gate asks for a bound
-            case.add_peer("fla safe", *FLA, lambda: fla_kda(segments, setting.device, bound, True))
-    if not setting.gpu and "transformers" in setting.against and segments.num == 1:
+    if setting.gpu:
+        # Looked up, not imported: an import may fail without a GPU.
+        if "fla" in setting.against and find_spec("fla") is None:
+            case.skipped["fla"] = "not installed: pip install fla-core==0.6.0"
+        elif "fla" in setting.against:
+            case.sides["fla"] = fla_kda(segments, setting.device, bound, False)
+            if bound is not None:  # fla's safe gate asks for a bound
+                case.sides["fla safe"] = fla_kda(segments, setting.device, bound, True)
+        return case
+    if "transformers" in setting.against and segments.num == 1:
         case.sides["transformers"] = transformers_kda(bound)
-    if not setting.gpu and "recurrence" in setting.against and case.law is not None:
+    if "recurrence" in setting.against:
         case.sides["recurrence"] = case.law
     return case
 
@@ -159,16 +165,10 @@ def conv(setting: Setting) -> Iterator[Case]:
     """The short convolution."""
     lengths, channels = setting.pick(((70, 1, 33), 96), (MIXED, 12288), ((2048,), 384))
     segments = Segments.from_lengths(lengths)
-    x = setting.leaf(segments.total, channels)
-    yield case_of(
-        "short_conv",
-        f"short convolution T {segments.total} C {channels}",
-        setting,
-        [x, setting.leaf(channels, 4, dtype=torch.float32)],
-        segments,
-        forward=Work(2.0 * x.nbytes, 16.0 * x.numel()),
-        backward=Work(3.0 * x.nbytes, 32.0 * x.numel()),
-    )
+    x, taps = setting.leaf(segments.total, channels), setting.leaf(channels, 4, dtype=torch.float32)
+    label = f"short convolution T {segments.total} C {channels}"
+    forward, backward = Work(2.0 * x.nbytes, 16.0 * x.numel()), Work(3.0 * x.nbytes, 32.0 * x.numel())
+    yield case_of("short_conv", label, setting, [x, taps], segments, forward=forward, backward=backward)
 
 
 def kda(setting: Setting) -> Iterator[Case]:

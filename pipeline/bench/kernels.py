@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,15 @@ from pydantic import NonNegativeInt
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_json
-from earlyfusion.pipeline.bench.case import PEERS, Case, Setting, errors, forward_and_backward, outputs_of
+from earlyfusion.pipeline.bench.case import (
+    PEERS,
+    Case,
+    Setting,
+    errors,
+    forward_and_backward,
+    slopes_of,
+    tensors_in,
+)
 from earlyfusion.pipeline.bench.cases import CASES
 from earlyfusion.pipeline.bench.record import Result, chosen
 from earlyfusion.pipeline.bench.timing import (
@@ -60,8 +69,9 @@ class KernelOptions(Options):
 
 def environment(setting: Setting) -> Result:
     """Device, versions and measured rates that the numbers depend on."""
-    device = setting.device
-    name = torch.cuda.get_device_name(device) if setting.gpu else platform.processor() or "cpu"
+    device, name = setting.device, platform.processor() or "cpu"
+    if setting.gpu:
+        name = torch.cuda.get_device_name(device)
     return {
         "device": name,
         "threads": torch.get_num_threads(),
@@ -112,7 +122,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
     """Timings, memory and achieved rates of every side, and the floors; a side that raises goes to
     `case.skipped` with its message."""
     # Drawn once, outside of what is timed.
-    slopes: list[torch.Tensor] = []
+    slopes = []
 
     def forward(name: str) -> None:
         with torch.no_grad():
@@ -126,7 +136,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
     if case.backward is not None:
         passes.append(("both", both, case.forward + case.backward))
         with torch.no_grad():
-            slopes += [torch.randn_like(out) for out in outputs_of(case.sides["ours"], case.leaves)]
+            slopes = slopes_of(list(tensors_in(case.sides["ours"](*case.leaves))))
 
     result: Result = {"sides": {}}
     for kind, run, work in passes:
@@ -157,21 +167,6 @@ def cases(setting: Setting, groups: Sequence[str]) -> Iterator[Case]:
             yield case
 
 
-def check(setting: Setting, groups: Sequence[str], report: Report) -> bool:
-    """Part 1. Returns whether all of ours are within tolerance."""
-    well = True
-    columns: dict[str, dict[str, str]] = {"error": {}, "bar": {}}
-    for case in cases(setting, groups):
-        found = report.row("errors", case, partial(errors, case))
-        for side in case.sides:
-            if side in found:
-                columns["error"][f"{case.label}: {side}"] = f"{found[side]:.1e}"
-                columns["bar"][f"{case.label}: {side}"] = f"{case.tolerance:.0e}"
-        well = well and found.get("ours", float("inf")) <= case.tolerance
-    show("error against the float64 definition (2-norm, worst tensor)", columns)
-    return well
-
-
 def show_case(label: str, row: Result) -> None:
     """One measured case; "ours is x" above 1 means that ours is quicker."""
     columns = {}
@@ -179,20 +174,37 @@ def show_case(label: str, row: Result) -> None:
         for side, passes in row["sides"].items():
             if kind in passes:
                 columns[f"{side} {kind}"] = figures = dict(passes[kind])
-                ours = row["sides"].get("ours", {}).get(kind)
-                if ours and side != "ours":
-                    figures["ours is x"] = figures["median_ms"] / ours["median_ms"]
+                if side != "ours" and kind in row["sides"].get("ours", ()):
+                    figures["ours is x"] = figures["median_ms"] / row["sides"]["ours"][kind]["median_ms"]
     show(label, columns, "; ".join(f"{side} not run: {why}" for side, why in row["failed"].items()))
 
 
-def time_cases(setting: Setting, groups: Sequence[str], rounds: int, shapes: str, report: Report) -> None:
-    """Part 2, one case at a time so that memory is given back in between.
+@verb
+def kernels(options: KernelOptions) -> int:
+    """Entry of `earlyfusion bench kernels`. Raises UserError if no case has a label as asked for."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but no CUDA device is visible; use --device cpu")
+    against, groups = chosen(options.against, PEERS, "--against"), chosen(options.only, CASES, "--only")
+    dtype, rounds = torch.float32, options.rounds or 5
+    if options.device == "cuda":
+        dtype, rounds = torch.bfloat16, options.rounds or 30
+    setting = Setting(torch.device(options.device), dtype, against)
+    report = Report(Path(options.json_), environment(setting), options.resume)
+    print(json.dumps(report.content["environment"], indent=2))
 
-    Raises UserError if no case has a label as asked for.
-    """
+    # A quick kernel that is wrong is no kernel: the check comes first.
+    well = True
+    columns: dict[str, dict[str, str]] = {"error": {}, "bar": {}}
+    for case in cases(replace(setting, check=True), groups):
+        found = report.row("errors", case, partial(errors, case))
+        well = well and found.get("ours", float("inf")) <= case.tolerance
+        for side in found.keys() & case.sides:
+            columns["error"][f"{case.label}: {side}"] = f"{found[side]:.1e}"
+            columns["bar"][f"{case.label}: {side}"] = f"{case.tolerance:.0e}"
+    show("error against the float64 definition (2-norm, worst tensor)", columns)
+
     # Cases that are left out are made too: inputs are drawn one after the other.
-    texts = [text.strip() for text in shapes.split(",") if text.strip()]
-    labels = []
+    texts, labels = chosen(options.shapes), []
     for case in cases(setting, groups):
         labels.append(case.label)
         if texts and not any(text in case.label for text in texts):
@@ -202,29 +214,10 @@ def time_cases(setting: Setting, groups: Sequence[str], rounds: int, shapes: str
         del case
         if setting.gpu:
             torch.cuda.empty_cache()
-
     for text in texts:
         if not any(text in label for label in labels):
             raise UserError(f"--shapes {text!r} is in no label; there are {', '.join(labels)}")
 
-
-@verb
-def kernels(options: KernelOptions) -> int:
-    """Entry of `earlyfusion bench kernels`."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but no CUDA device is visible; use --device cpu")
-    device = torch.device(options.device)
-    against, groups = chosen(options.against, PEERS, "--against"), chosen(options.only, CASES, "--only")
-    dtype, rounds = torch.float32, options.rounds or 5
-    if device.type == "cuda":
-        dtype, rounds = torch.bfloat16, options.rounds or 30
-    setting = Setting(device, dtype, against)
-    report = Report(Path(options.json_), environment(setting), options.resume)
-    print(json.dumps(report.content["environment"], indent=2))
-
-    # A quick kernel that is wrong is no kernel: the check comes first.
-    well = check(Setting(device, dtype, against, check=True), groups, report)
-    time_cases(setting, groups, rounds, options.shapes, report)
     print(f"saved {options.json_}")
     if well:
         return EXIT_OK

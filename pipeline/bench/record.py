@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -70,11 +71,16 @@ def in_turn(
     return results, refused
 
 
-def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
+def medians(found: list[Result]) -> dict[str, float]:
+    """The median over the rounds of every figure of a side."""
+    return {key: statistics.median(one[key] for one in found) for key in found[0]}
+
+
+def chosen(text: str, choices: Iterable[str] | None = None, option: str = "") -> list[str]:
     """The names between commas; raises UserError for one that is not among the choices."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in choices:
+        if choices is not None and name not in choices:
             raise UserError(f"{option} {name!r} is unknown; {did_you_mean(name, choices)}")
     return names
 

@@ -25,7 +25,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.pipeline.bench.peer import shared_shape, their_model
-from earlyfusion.pipeline.bench.record import Result, SideFailed, in_turn, run_side, save_record
+from earlyfusion.pipeline.bench.record import Result, SideFailed, in_turn, medians, run_side, save_record
 from earlyfusion.pipeline.bench.timing import default_device, peak_mib
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
@@ -94,7 +94,7 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
     loaded = peak_mib()
 
     # The first steps compile and allocate.
-    seconds, losses = [], []
+    losses, seconds = [], []
     for _ in range(options["warmup"] + options["steps"]):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=options["mixed_precision"] == "bf16"):
@@ -123,12 +123,10 @@ def train(options: TrainOptions) -> None:
 
     rounds, refused = in_turn(("ours", "transformers"), options.rounds, run)
     # Half a comparison is none.
-    for why in refused.values():
-        raise SideFailed(why)
+    if refused:
+        raise SideFailed(refused["transformers"])
 
-    columns: Result = {}
-    for side, found in rounds.items():
-        columns[side] = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    columns: Result = {side: medians(found) for side, found in rounds.items()}
     columns["ratio"] = {}
     for key in ("tokens_per_s", "peak_mib"):
         # Neighbours in time met the same machine.

@@ -33,44 +33,33 @@ KEY = "a secret"
 class Server:
     """A started `earlyfusion serve` process."""
 
-    def __init__(self, folder, *options: str, key: str | None = KEY) -> None:
+    def __init__(self, folder, options: str = "", key: str | None = KEY) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "EARLYFUSION_API_KEY": key or ""}
-        command = [
-            sys.executable,
-            "-m",
-            "earlyfusion.pipeline.cli",
-            "serve",
-            "--model",
-            str(folder),
-            "--name",
-            "model",
-            "--port",
-            "0",
-            *options,
-        ]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        command = f"-m earlyfusion.pipeline.cli serve --model {folder} --name model --port 0 {options}"
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([sys.executable, *command.split()], env=environment, **pipes)
         line = self.process.stdout.readline()
         found = re.search(r"http://\S+/v1", line)
         assert found, (line, self.process.stderr.read() if not line else "")
-        self.url = found.group(0)
+        self.url = found.group(0).replace("0.0.0.0", "127.0.0.1")
+        self.port = int(self.url.split(":")[2].split("/")[0])
         import openai
 
         self.client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
 
-    def post(self, path: str, **arguments) -> Any:
+    def ask(self, method: str, path: str, *, way: str = "request", **arguments) -> Any:
+        """An HTTP request with the key, to a path below /v1 or, with a dot before it, beside it."""
         import httpx
 
-        return httpx.post(
-            self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, **arguments
-        )
+        address = self.url + path if path[0] == "/" else self.url.removesuffix("/v1") + path[1:]
+        headers = {"Authorization": f"Bearer {KEY}", **arguments.pop("headers", {})}
+        return getattr(httpx, way)(method, address, headers=headers, **{"timeout": 60, **arguments})
+
+    def post(self, path: str, **arguments) -> Any:
+        return self.ask("POST", path, **arguments)
 
     def stats(self) -> dict:
-        import httpx
-
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.get(self.url.removesuffix("/v1") + "/stats", headers=headers, timeout=60).json()
+        return self.ask("GET", "./stats").json()
 
     def close(self) -> int:
         self.process.send_signal(signal.SIGTERM)

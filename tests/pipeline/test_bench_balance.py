@@ -5,7 +5,6 @@ import json
 
 from tiny_run import forget_processes
 
-from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.bench import balance as bench_balance
 from earlyfusion.pipeline.config.compose import load_config
 
@@ -32,8 +31,3 @@ def test_auto_leaves_steps_alone_that_are_even_enough(recipe):
     assert row["exchanged_by_auto"] == 0 and row["after_auto"] == row["before"] > 1
     row = bench_balance.plan_of(config, [[[big, big], []], [[], []]], 1.1, 2)
     assert row["exchanged_by_auto"] == 1 and row["before"] == 2 and row["after"] == row["after_auto"] == 1
-
-
-def test_one_lane_cannot_be_spread(capsys):
-    assert cli.main(["bench", "balance", "--lanes", "1"]) == 2
-    assert "--lanes 1: " in capsys.readouterr().err

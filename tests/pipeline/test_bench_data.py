@@ -1,7 +1,6 @@
 """`earlyfusion bench data`: its sides read the same, it prints its tables and saves its numbers."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.bench import data as bench_data
-from earlyfusion.pipeline.bench import loaders
 from earlyfusion.pipeline.bench.record import run_side
 from earlyfusion.pipeline.bench.shards import write_shards
 
@@ -32,12 +30,6 @@ def test_a_side_that_fails_is_one_line(tmp_path):
     request = {"side": "ours", "shards": [str(tmp_path / "no.tar")], "patch_limit": 9, "images": 1}
     with pytest.raises(UserError, match=r"bench.data:decoding_side ended with 1: .*no.tar"):
         run_side(bench_data.decoding_side, request)
-
-
-def test_without_energon_the_benchmark_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(UserError, match="pip install megatron-energon"):
-        loaders.energon()
 
 
 @pytest.mark.slow

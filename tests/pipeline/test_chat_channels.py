@@ -61,19 +61,7 @@ def answer(folder, tokenizer):
 
 
 @pytest.mark.parametrize("message", [THOUGHT, CALLED, PLAIN], ids=["thought", "called", "plain"])
-def test_the_endpoint_gives_words_thoughts_and_calls_by_themselves(answer, tokenizer, message):
-    ids = written(message, tokenizer)
-    choice = answer().choice(0, completion(ids, tokenizer))["message"]
-    assert choice["content"] == message.text
-    assert choice.get("reasoning_content") == message.thinking
-    calls = [
-        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in choice.get("tool_calls", [])
-    ]
-    assert calls == [(c.tool, dict(c.arguments)) for c in message.calls]
-
-
-@pytest.mark.parametrize("message", [THOUGHT, CALLED, PLAIN], ids=["thought", "called", "plain"])
-def test_streamed_pieces_join_to_the_whole_answer(answer, tokenizer, message):
+def test_the_endpoint_gives_words_thoughts_and_calls_whole_and_in_pieces(answer, tokenizer, message):
     ids, joined, calls = written(message, tokenizer), {"content": "", "reasoning_content": ""}, []
     one = answer()
     for number, token in enumerate(ids):
@@ -83,8 +71,13 @@ def test_streamed_pieces_join_to_the_whole_answer(answer, tokenizer, message):
         for key in joined:
             joined[key] += delta.get(key, "")
         calls += delta.get("tool_calls", [])
-    assert joined == {"content": message.text, "reasoning_content": message.thinking or ""}
-    assert [c["function"]["name"] for c in calls] == [c.tool for c in message.calls]
+
+    whole = answer().choice(0, completion(ids, tokenizer))["message"]
+    assert whole["content"] == message.text == joined["content"]
+    assert whole.get("reasoning_content") == message.thinking == (joined["reasoning_content"] or None)
+    assert whole.get("tool_calls", []) == calls
+    told = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+    assert told == [(c.tool, dict(c.arguments)) for c in message.calls]
 
 
 def test_a_stop_string_ends_what_is_said(answer, tokenizer):
@@ -92,25 +85,18 @@ def test_a_stop_string_ends_what_is_said(answer, tokenizer):
     assert choice["content"] == "It is " and choice["reasoning_content"] == THOUGHT.thinking
 
 
+TURNS = r"""[
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": null, "reasoning_content": "run it", "tool_calls": [
+        {"id": "call_1", "type": "function",
+         "function": {"name": "python", "arguments": "{\"code\": \"1 + 1\", \"n\": 2}"}}]},
+    {"role": "tool", "name": "python", "tool_call_id": "call_1", "content": "2"}
+]"""
+
+
 def test_tool_turns_that_a_client_sends_are_the_document_of_training(tokenizer):
     schema = pytest.importorskip("earlyfusion.pipeline.serve.protocol")
-    turns = [
-        {"role": "user", "content": "x"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "run it",
-            "tool_calls": [
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "python", "arguments": '{"code": "1 + 1", "n": 2}'},
-                }
-            ],
-        },
-        {"role": "tool", "name": "python", "tool_call_id": "call_1", "content": "2"},
-    ]
-    sent = schema.ChatRequest(messages=turns).conversation(schema.Limits())[0]
+    sent = schema.ChatRequest(messages=json.loads(TURNS)).conversation(schema.Limits())[0]
     assert sent == [Message("user", (Text("x"),)), CALLED, Message("tool", (Text("2"),), tool="python")]
 
 

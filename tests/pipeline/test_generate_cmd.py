@@ -1,28 +1,17 @@
 """`earlyfusion generate`: answers on standard output; one clear line and exit code 2 for input that cannot
 work."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 from PIL import Image
+from serve_model import write_model
 
 from earlyfusion.pipeline.cli import main
-
-_path = Path(__file__).parent.parent / "model" / "fusion_cases.py"
-_spec = importlib.util.spec_from_file_location("fusion_cases", _path)
-cases = sys.modules.setdefault("fusion_cases", importlib.util.module_from_spec(_spec))
-_spec.loader.exec_module(cases)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    from earlyfusion.model.hub.folder import save_model
-
     folder = tmp_path_factory.mktemp("generate")
-    tokenizer = cases.tiny_tokenizer()
-    save_model(cases.tiny_model(cases.tiny_config(tokenizer)), tokenizer, folder / "model")
+    write_model(folder / "model")
     Image.new("RGB", (40, 24), (10, 120, 60)).save(folder / "green.png")
     Image.new("RGBA", (9, 50), (200, 120, 60, 90)).save(folder / "tall.webp")
     (folder / "notes.png").write_text("not a picture")
@@ -36,17 +25,14 @@ def ask(directory, *arguments):
 
 
 def test_pictures_and_text_give_an_answer(directory, capsys):
-    picture = ["--image", str(directory / "green.png")]
+    green, tall = (f"--image {directory / name}".split() for name in ("green.png", "tall.webp"))
+    question, prompt = ["--question", "what color?"], ["--prompt", "\nQ: what color?\nA:"]
     answers = []
-    for more in ([], ["--image", str(directory / "tall.webp")]):
-        assert ask(directory, *picture, *more, "--question", "what color is the shape?") == 0
+    # Greedy: the same again; a question is that prompt.
+    for words in ([*green, *question], [*green, *question], [*green, *prompt], [*green, *tall, *question]):
+        assert ask(directory, *words) == 0
         answers.append(capsys.readouterr().out)
-    assert all(answer.endswith("\n") for answer in answers)
-    assert ask(directory, *picture, "--question", "what color is the shape?") == 0
-    assert capsys.readouterr().out == answers[0]  # greedy: the same again
-    assert ask(directory, *picture, "--prompt", "\nQ: what color is the shape?\nA:") == 0
-    assert capsys.readouterr().out == answers[0]  # --question is that prompt
-    assert ask(directory, "--prompt", "the quick") == 0
+    assert answers[0] == answers[1] == answers[2] and all(answer.endswith("\n") for answer in answers)
 
 
 def test_sampling_follows_the_seed(directory, capsys):
@@ -57,22 +43,23 @@ def test_sampling_follows_the_seed(directory, capsys):
     assert outputs[0] == outputs[1] and len(set(outputs)) > 1
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--image", "nowhere.png"], "no such file"),
-        (["--image", "{}/notes.png"], "not an image Pillow can read"),
-        (["--image", "{}/torn.png"], "cannot be decoded"),
-        (["--image", "{}"], "cannot be read"),
-        ([], "nothing to continue"),
-        (["--prompt", "x", "--model", "{}/.."], "not a model directory"),
-        (["--prompt", "x", "--top-p", "7"], "top_p=7.0"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
-        (["--prompt", "x", "--device", "abacus"], "--device abacus"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
-    ],
-)
-def test_input_that_cannot_work_is_one_line_and_exit_code_2(directory, capsys, arguments, said):
-    assert ask(directory, *(argument.format(directory) for argument in arguments)) == 2
+BAD = """
+--image nowhere.png | no such file
+--image {}/notes.png | not an image Pillow can read
+--image {}/torn.png | cannot be decoded
+--image {} | cannot be read
+ | nothing to continue
+--prompt x --model {}/.. | not a model directory
+--prompt x --top-p 7 | top_p=7.0
+--prompt x --temperature -1 | temperature=-1.0
+--prompt x --device abacus | --device abacus
+--prompt x --max-new-tokens 0 | --max-new-tokens
+"""
+
+
+@pytest.mark.parametrize("line", BAD.strip("\n").splitlines())
+def test_input_that_cannot_work_is_one_line_and_exit_code_2(directory, capsys, line):
+    words, said = line.format(directory).split(" | ")
+    assert ask(directory, *words.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and said in captured.err, captured.err

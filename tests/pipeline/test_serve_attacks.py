@@ -67,7 +67,7 @@ class Watch:
         self.control = subprocess.Popen(
             [sys.executable, "-c", PROBE, "control"], stdout=subprocess.PIPE, text=True
         )
-        ports = [self.control.stdout.readline().strip(), server.url.split(":")[2].split("/")[0]]
+        ports = [self.control.stdout.readline().strip(), str(server.port)]
         self.probe = subprocess.Popen(
             [sys.executable, "-c", PROBE, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -124,8 +124,7 @@ def server(tmp_path_factory):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
     folder = write_model(tmp_path_factory.mktemp("attacked") / "model")
-    options = "--slots 4 --context 8192 --prefix-cache 0 --grace 1"
-    made = Server(folder, *options.split(), key=None)
+    made = Server(folder, "--slots 4 --context 8192 --prefix-cache 0 --grace 1", key=None)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     yield made
     made.process.kill()
@@ -133,7 +132,7 @@ def server(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_attack_is_refused_while_health_is_answered_and_nothing_is_left(server):
-    port = int(server.url.split(":")[2].split("/")[0])
+    port = server.port
     warm = [a for a in attacks() if a.name in ("damaged picture 0", "frame: text", "n number 0")]
     for attack in warm * 2:  # both processes that read media are there, so that idle is idle
         attack.run(port)
