@@ -335,21 +335,15 @@ def others(setting: Setting) -> Iterator[Case]:
     rows = [randn(newest.total, 4, 24), k.detach(), v.detach()]
     yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
     law = load(REGISTRY["attention"]["naive"])
-    lse = law(q, k, v, segments, return_lse=True, **options)[1].detach()
+    lse = law(q, k, v, segments, **options)[1].detach()
     rows = [q.detach(), k.detach(), lse]
     yield case_of("max_logit", "largest logits", setting, rows, segments, tau=-1e4, **options)
 
     # AttnRes piece by piece, as the engine and the model call it.
     stacked, qw = leaf(3, tokens, 20), leaf(4, 20)
-    yield case_of(
-        "attnres_phase1",
-        "three sources",
-        setting,
-        [stacked, qw],
-        around=in_lists,
-    )
-    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), leaf(tokens, 20), leaf(20)]
-    yield case_of("attnres_merge", "a partial sum", setting, rows, EPS)
+    yield case_of("attnres_phase1", "three sources", setting, [stacked, qw], around=in_lists)
+    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), *(leaf(tokens, 20) for _ in range(2))]
+    yield case_of("attnres_step", "a partial sum", setting, [*rows, leaf(20), leaf(20)], EPS, EPS)
     rows = [stacked, qw, leaf(4, 20)]
     yield case_of("attnres_block", "four sub-layers", setting, rows, around=scaled_block)
 

@@ -10,25 +10,23 @@ test_hostile.py can limit its memory and end it. A case is
 """
 
 import contextlib
-import copy
 import gzip
 import io
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
 import sys
 import tarfile
-import time
 import traceback
 import warnings
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from damage import ENTRIES, damage, odd, odd_rows, put, spoil
 from shard_files import captions, picture, write_tar
 from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
@@ -53,88 +51,10 @@ from earlyfusion.pipeline.runtime import Runtime
 SECONDS = 10
 MEMORY = 1 << 30
 """Bytes of address space that a case may add to those of an idle process."""
-DEEP = "@deep@"
-
-# What no writer of a file meant to say. 1e999 is read as infinity.
-ODD = json.loads(r"""[
-    null, true, -1, 0, 1000000000000, 1e308, 1e999, NaN, "", "\ud83d", "\u0000", "\u2028\u0085", "²",
-    "../../../../etc/passwd", "/etc/passwd", "$\\x$", "<script>alert(1)</script>",
-    [], {}, [[]], [null], {"": null}, [1, "a"], "@deep@"
-]""")
-ODD += [10**400, "x" * 5000]
 
 
 class Hang(BaseException):
     """A case took too long; not an Exception, so that no loader can take it for one of its own."""
-
-
-def damage(rng, data):
-    """Bytes flipped, cut, taken out, put in, zeroed or doubled; numbers made huge. A third have one bit
-    flipped."""
-    made = bytearray(data)
-    if made and rng.random() < 0.33:
-        made[rng.randrange(len(made))] ^= 1 << rng.randrange(8)
-        return bytes(made)
-
-    for _ in range(rng.randint(1, 4)):
-        at, length = rng.randrange(len(made) + 1), rng.randint(1, max(1, len(made) // 8))
-        piece = made[at : at + length]
-        match rng.randrange(7):
-            case 0:
-                for _ in range(min(len(made), rng.randint(1, 16))):
-                    made[rng.randrange(len(made))] = rng.randrange(256)
-            case 1:
-                del made[at:]
-            case 2:
-                del made[at : at + length]
-            case 3:
-                made[at:at] = rng.randbytes(length % 300)
-            case 4:
-                made[at : at + length] = bytes(len(piece))
-            case 5:
-                made[at:at] = piece
-            case _:
-                huge = rng.choice((b"-7", b"9" * 30, b"1e999"))
-                made = bytearray(re.sub(rb"\d+", huge, bytes(made), count=1))
-    return bytes(made)
-
-
-def places(tree):
-    """(container, key) of everything in a tree."""
-    found = []
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ())
-    for key, value in items:
-        found += [(tree, key), *places(value)]
-    return found
-
-
-def odd(rng, tree):
-    """The tree as a line of JSON with one to three values replaced or taken out; now and then its bytes are
-    damaged, too."""
-    tree = copy.deepcopy(tree)
-    if rng.random() < 0.1:
-        tree = rng.choice(ODD)
-    for _ in range(rng.randint(1, 3)):
-        if not (found := places(tree)):
-            break
-        container, key = rng.choice(found)
-        if rng.random() < 0.2:
-            del container[key]
-        else:
-            container[key] = copy.deepcopy(rng.choice(ODD))
-    text = json.dumps(tree).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000).encode()
-    return damage(rng, text).replace(b"\n", b" ") if rng.random() < 0.15 else text
-
-
-def odd_rows(rng, tree, count):
-    return [odd(rng, tree) for _ in range(count)]
-
-
-def put(path, *lines):
-    """A file of these lines, and the folders above it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\n".join(lines))
-    return path
 
 
 def run_prepare(*words):
@@ -335,19 +255,6 @@ def folder_files(world, rng, folder):
     return world.read("folder", root)
 
 
-ENTRIES = json.loads("""[
-    {"caption": "a cup", "boxes": [[1, 2, 10, 12]], "labels": ["cup"], "coordinates": "absolute",
-     "box_format": "xyxy"},
-    {"regions": [{"label": "cup", "box": [1, 2, 10, 12]}, {"label": "dot", "point": [3, 4]}]},
-    {"ocr": [{"text": "words", "box": [1, 2, 10, 12]}]},
-    {"conversations": [{"from": "human", "value": "<image>how?"}, {"from": "gpt", "value": "so"}],
-     "image": "a.png"},
-    {"texts": ["a", null, "b"], "images": [null, "a.png", null]},
-    {"text_list": ["a", "b"], "image_info": [{"matched_text_index": 0, "image_name": "a.png"}]},
-    {"questions": [{"question": "how many?", "answer": ["3", "three"]}]}
-]""")
-
-
 @kind(60)
 def records(world, rng, folder):
     members = []
@@ -383,7 +290,7 @@ def tables(world, rng, folder):
     path = folder / "a.parquet"
     parquet.write_table(pa.table({"text": rng.choice(COLUMNS)}), path, row_group_size=7)
     if rng.random() < 0.7:
-        put(path, damage(rng, path.read_bytes()))
+        spoil(rng, path)
     if rng.random() < 0.5:
         return world.prepare(path, folder / "out")
     return world.read("text_files", path)
@@ -414,8 +321,7 @@ def rows_to_prepare(world, rng, folder):
 def half_prepared(world, rng, folder):
     out = shutil.copytree(world.prepared, folder / "out")
     (out / "index.json").unlink()
-    path = out / rng.choice((".prepare.json", "shard-000000.index.jsonl", "shard-000000.tar"))
-    put(path, damage(rng, path.read_bytes()))
+    spoil(rng, out / rng.choice((".prepare.json", "shard-000000.index.jsonl", "shard-000000.tar")))
     return world.prepare(world.root / "source.tar", out)
 
 
@@ -495,14 +401,7 @@ def recipes(world, rng, folder):
 def checkpoints(world, rng, folder):
     """Whatever is damaged in the newest, what is loaded is what was saved: by it, or by the one before."""
     shutil.copytree(world.run, folder / "run")
-    path = rng.choice(sorted((folder / "run" / "checkpoints" / "step-000002").iterdir()))
-    data = bytearray(path.read_bytes())
-    if rng.random() < 0.5:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-    else:
-        path.write_bytes(damage(rng, data))
-
+    spoil(rng, rng.choice(sorted((folder / "run" / "checkpoints" / "step-000002").iterdir())))
     loaded = world.keeper(folder / "run").start(resume=True)
     true = world.state(loaded.step)
     assert loaded.trainer == true["trainer"] and loaded.lanes == true["lanes"]
@@ -557,28 +456,23 @@ def comparisons(world, rng, folder):
 
 
 def measured(world, name, seed):
-    """One case: its outcome, counts, message, seconds."""
+    """One case: its outcome, counts, message."""
     folder = world.root / f"{name}-{seed}"
     folder.mkdir()
-    began = time.perf_counter()
-    outcome, message, counts = "loaded", "", None
+    found = dict(kind=name, seed=seed, outcome="loaded", message="", counts=None)
     try:
         signal.alarm(SECONDS)
         with contextlib.redirect_stdout(io.StringIO()):
-            counts = KINDS[name][0](world, random.Random(f"{name} {seed}"), folder)
+            found["counts"] = KINDS[name][0](world, random.Random(f"{name} {seed}"), folder)
     except BaseException as error:
-        outcome, message = "traceback", traceback.format_exc()
-        if isinstance(error, Hang):
-            outcome = "hang"
-        elif isinstance(error, AssertionError):
-            outcome = "wrong"
-        elif exit_code_of(error) == 2:
-            outcome, message = "refused", one_line(error)
+        names = {Hang: "hang", AssertionError: "wrong"}
+        found |= {"outcome": names.get(type(error), "traceback"), "message": traceback.format_exc()}
+        if exit_code_of(error) == 2:
+            found |= {"outcome": "refused", "message": one_line(error)}
     finally:
         signal.alarm(0)
     shutil.rmtree(folder)
-    seconds = time.perf_counter() - began
-    return dict(kind=name, seed=seed, outcome=outcome, message=message, counts=counts, seconds=seconds)
+    return found
 
 
 def main():

@@ -74,10 +74,6 @@ def chat(parts, **more):
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, **more}
 
 
-def turns(count, **more):
-    return {"messages": [{"role": "user", "content": "x", **more}] * count, "max_tokens": 2}
-
-
 def url_of(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -96,74 +92,102 @@ def video(data):
 
 # ---- texts and counts
 
+KINDS = r"""
+words: the quick brown fox
+letters: x
+spaces: \u0020
+digits: 7
+line ends: \n
+smileys: \ud83d\ude00
+"""
+"""Long texts, of the kinds that an audit measured to be slow, as JSON writes them."""
+
 
 def texts():
-    """Long texts, the longest of the kinds that an audit measured, at both routes."""
-    kinds = {"words": "the quick brown fox ", "letter": "x", "space": " ", "digit": "7", "line": "\n"}
-    kinds["emoji"] = "\U0001f600"
     # Up to LONGEST they are read, in a process: half a million spaces are few tokens.
-    for name, piece in kinds.items():
+    for line in KINDS.strip().splitlines():
+        name, piece = line.split(": ")
+        length = len(json.loads(f'"{piece}"'))
         for size in (LONGEST - 9, LONGEST + 1):
-            long = lambda p=piece, s=size: chat((p * s)[:s])
-            yield ask(f"{size} characters of {name} in a chat", CHAT, long, EITHER)
-        for size in (LONGEST + 1, 4_000_000):
-            long = lambda p=piece, s=size: {"prompt": (p * (s // len(p) + 1))[:s], "max_tokens": 2}
-            yield ask(f"{size} characters of {name}", COMPLETIONS, long, EITHER)
-    yield ask("a message of 30 MB", CHAT, lambda: chat("a b, " * 6_000_000))
-    yield ask("30 MB of one letter", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * 30_000_000 + b'"}')
-    yield ask("5 million escapes", COMPLETIONS, lambda: b'{"prompt": "' + b"\\u0041" * 5_000_000 + b'"}')
-    yield ask("30 MB of spaces", COMPLETIONS, lambda: b" " * 30_000_000 + b"{}")
+            yield repeated(f"{size} {name} in a chat", CHAT, ASKED % "@", piece, size // length, EITHER)
+        for size in (LONGEST + length, 4_000_000):
+            body = '{"prompt": "@", "max_tokens": 2}'
+            yield repeated(f"{size} {name}", COMPLETIONS, body, piece, size // length)
+
+
+ASKED = '{"messages": [{"role": "user", "content": "%s"}], "max_tokens": 2}'
+REPEATED = r"""
+a message of 30 MB | /chat/completions | {"messages": [{"role": "user", "content": "@"}]} | a b, | 7000000
+30 MB of one letter | /completions | {"prompt": "@"} | x | 30000000
+escapes | /completions | {"prompt": "@"} | \u0041 | 5000000
+30 MB of white space | /completions | @{} | \t | 30000000
+ids and an odd one | /completions | {"prompt": [[@], [-1]]} | 5, | 100 3000000
+ids | /completions | {"prompt": [@]} | 5, | 3000000
+ids and no place | /completions | {"prompt": [@], "max_tokens": 4000, "n": 4} | 5, | 60000
+turns | /chat/completions | {"messages": [@]} | {"role": "user", "content": "x"}, | 2000 100000
+prompts | /completions | {"prompt": [@]} | "x", | 100000
+prompts of 16 samples | /completions | {"prompt": [@], "n": 16} | "x", | 64
+stop strings | /completions | {"prompt": "x", "stop": [@]} | "s", | 5 100000
+letters of a stop string | /completions | {"prompt": "x", "stop": "@"} | y | 0 1000000
+parts | /chat/completions | {"messages": [{"role": "user", "content": [@]}]} \
+    | {"type": "text", "text": "x"}, | 1100 100000
+calls | /chat/completions | {"messages": [{"role": "assistant", "tool_calls": [@]}]} \
+    | {"function": {"name": "f"}}, | 10000
+""".replace("\\\n   ", "")
+"""Name, path, body, what stands in the place of its @, how many times."""
+
+
+def repeated(name, path, body, piece, count, allowed=("refused",)):
+    piece = piece.replace("\\t", "\t")
+    return ask(name, path, lambda: body.replace("@", (piece * count).rstrip(",")).encode(), allowed)
+
+
+NUMBERS = '1000000000 -1 Infinity "many" null [1] {} 0'.split()
 
 
 def counts():
-    for count in (100, 3_000_000):
-        wrong = lambda c=count: b'{"prompt": [[' + b"5," * c + b"5], [-1]]}"
-        yield ask(f"{count} ids and an odd one", COMPLETIONS, wrong)
-    yield ask("3,000,000 ids", COMPLETIONS, lambda: b'{"prompt": [' + b"5," * 3_000_000 + b"5]}")
-    yield ask("60,000 ids and no place", COMPLETIONS, {"prompt": [5] * 60_000, "max_tokens": 4000, "n": 4})
-    yield ask("100,000 turns", CHAT, lambda: turns(100_000))
-    yield ask("2,000 turns", CHAT, turns(2000))
-    yield ask("100,000 prompts", COMPLETIONS, lambda: {"prompt": ["x"] * 100_000})
-    yield ask("64 prompts of 16 samples", COMPLETIONS, {"prompt": ["x"] * 64, "n": 16})
+    for line in REPEATED.strip("\n").splitlines():
+        name, path, body, piece, numbers = line.split(" | ")
+        for count in numbers.split():
+            yield repeated(f"{count} {name}", "/v1" + path, body, piece, int(count))
     for count in (70, 200_000):
-        keys = lambda c=count: chat("x", **{f"k{i}": 1 for i in range(c)})
-        yield ask(f"{count} keys", CHAT, keys)
-    for count in (5, 100_000):
-        yield ask(f"{count} stop strings", CHAT, lambda c=count: chat("x", stop=[f"s{i}" for i in range(c)]))
-    yield ask("a stop string of 1 MB", CHAT, chat("x", stop="y" * 1_000_000))
-    yield ask("an empty stop string", CHAT, chat("x", stop=[""]))
-    for count in (1100, 100_000):
-        yield ask(f"{count} parts", CHAT, lambda c=count: chat([{"type": "text", "text": "x"}] * c))
-    call = {"function": {"name": "f", "arguments": "{}"}}
-    yield ask("10,000 calls", CHAT, turns(1, role="assistant", tool_calls=[call] * 10_000))
+        yield ask(f"{count} keys", CHAT, lambda c=count: chat("x", **{f"k{i}": 1 for i in range(c)}))
     yield ask("65 pictures", CHAT, chat([picture(b"x")] * 65))
     yield ask("65 frames", CHAT, frames(*["data:image/png;base64,AAAA"] * 65))
-    for number, value in enumerate((10**400, 10**9, -1, 1e999, "many", None, [1], {}, 0)):
+    for number, value in enumerate(["1" + "0" * 400, *NUMBERS]):
         for name in ("max_tokens", "n", "temperature", "top_p", "seed"):
-            yield ask(f"{name} number {number}", CHAT, chat("x") | {name: value}, EITHER)
+            body = f'{(ASKED % "x")[:-1]}, "{name}": {value}}}'
+            yield ask(f"{name} number {number}", CHAT, body.encode(), EITHER)
     for fps in (1e-320, 1e308, 0, -1, "fast"):
         yield ask(f"9 frames at {fps} a second", CHAT, frames(*[url_of(small_png())] * 9, fps=fps))
 
 
-def deep(name, depth):
-    return '{"a":' * depth + "1" + "}" * depth if name == "{" else "[" * depth + "]" * depth
-
-
 def nested():
-    for name in "[{":
-        text = deep(name, 100_000)
-        yield ask(f"a body of {name} 100,000 deep", CHAT, text.encode())
-        for key in ("metadata", "messages", "logit_bias", "tools", "response_format", "stop"):
-            yield ask(f"{key} of {name} 100,000 deep", CHAT, f'{{"messages": [], "{key}": {text}}}'.encode())
+    for opening, closing in ("[]", ('{"a":', "}")):
+        deep = lambda depth, a=opening, b=closing: a * depth + "1" * (a != "[") + b * depth
+        text = deep(100_000)
+        yield ask(f"a body of {opening} 100,000 deep", CHAT, text.encode())
+        for key in "metadata messages logit_bias tools response_format stop".split():
+            body = f'{{"messages": [], "{key}": {text}}}'
+            yield ask(f"{key} of {opening} 100,000 deep", CHAT, body.encode())
         for depth in (400, 900, 3000, 100_000):
-            call = {"function": {"name": "f", "arguments": f'{{"a":{deep(name, depth)}}}'}}
-            body = turns(3)
-            body["messages"][1] = {"role": "assistant", "content": "", "tool_calls": [call]}
-            yield ask(f"arguments of {name} {depth} deep", CHAT, body, EITHER)
+            call = {"function": {"name": "f", "arguments": f'{{"a":{deep(depth)}}}'}}
+            body = chat("x")
+            body["messages"] += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            yield ask(f"arguments of {opening} {depth} deep", CHAT, body, EITHER)
 
 
 PIECES = [b"\xff", b'"', b"\\ud800", b"[", b"}", b"\0", b"-", b"1e999", b"NaN", b","]
 OBJECTS = r"""{"\ud800": 1}|{"a\nb": 1}|{"model": "\udcff\n"}|[]|1|"x"|null||NaN|{}|{"messages": "x"}"""
+
+
+def damaged(rng, data, places, pieces):
+    """Bytes with some cut, changed or put in."""
+    made = bytearray(data)
+    for _ in range(places):
+        at = rng.randrange(len(made))
+        made[at : at + rng.randrange(3)] = rng.choice(pieces)
+    return bytes(made)
 
 
 def odd_json():
@@ -171,11 +195,7 @@ def odd_json():
     rng = random.Random(0)
     good = encoded({"model": "model", "n": 1, "stop": ["a"], "temperature": 0.5, **chat("hello \U0001f600")})
     for number in range(40):
-        data = bytearray(good)
-        for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randrange(3)] = rng.choice(PIECES)
-        yield ask(f"odd JSON {number}", CHAT, bytes(data), EITHER)
+        yield ask(f"odd JSON {number}", CHAT, damaged(rng, good, rng.randrange(1, 4), PIECES), EITHER)
     for number, text in enumerate(OBJECTS.split("|")):
         yield ask(f"odd object {number}", CHAT, text.encode())
 
@@ -251,10 +271,8 @@ def pictures():
         yield ask(f"frame: {name}", CHAT, lambda d=data: frames(url_of(d())))
     whole, rng = stored(PILImage.effect_noise((99, 77), 60), "PNG"), random.Random(0)
     for number in range(12):
-        data = bytearray(whole)
-        for _ in range(9):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        yield ask(f"damaged picture {number}", CHAT, chat([picture(bytes(data))]), EITHER)
+        data = damaged(rng, whole, 9, [rng.randbytes(1)])
+        yield ask(f"damaged picture {number}", CHAT, chat([picture(data)]), EITHER)
     large = png(5_000, 4_990)
     yield ask("24 pictures of 25 million pixels", CHAT, lambda: chat([picture(large)] * 24), EITHER)
     yield ask("24 frames of 25 million pixels", CHAT, lambda: frames(*[url_of(large)] * 24))

