@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, TextIO
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from earlyfusion.data.chat.template import Message, Template, template_of
 from earlyfusion.data.chat.tokens import ChatStream, encode_chat, parse_assistant
@@ -34,8 +34,8 @@ from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.pipeline.options import Options, verb
+from earlyfusion.pipeline.generate_cmd import device_of, params_of
+from earlyfusion.pipeline.options import SamplingOptions, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\
@@ -122,34 +122,38 @@ class Conversation:
         return turn[-1].text
 
     def _answer(self, messages: Sequence[Message], out: TextIO) -> Message:
-        """One message of the model, written as it comes."""
+        """One message of the model, written as it comes: what it thinks, and its calls, on lines of their
+        own."""
         prompt = encode_chat(messages, self.tokenizer, self.vision, template=self.template)
         self._turn += 1
         request = Request(f"turn-{self._turn}", prompt, self.params)
         self.engine.submit(request)
-        stream = ChatStream(self.tokenizer) if self.template == "chat" else None
-        channel, ids, answer = "", list[int](), ""
+        stream, before, ids, answer = ChatStream(self.tokenizer), "", list[int](), ""
 
         try:
             while self.engine.has_work:
                 for event in self.engine.step():
                     answer += event.text
                     ids += [token.id for token in event.tokens]
-                    if stream is None:  # the qa form has no channels
-                        channel = _write(out, channel, "content", event.text)
-                        continue
-                    for token in event.tokens:
-                        for name, text in stream.push(token.id):
-                            channel = _write(out, channel, name, text)
+                    pieces = [("content", event.text)]
+                    # The qa form has no channels.
+                    if self.template == "chat":
+                        pieces = [piece for token in event.tokens for piece in stream.push(token.id)]
+                    for channel, text in pieces:
+                        if channel != before:
+                            out.write("\n" * bool(before) + f"({channel}) " * (channel != "content"))
+                        out.write(text)
+                        before = channel
+                    out.flush()
         except KeyboardInterrupt:  # the answer is given up, what there is of it stays
             self.engine.cancel(request.id)
             while self.engine.has_work:
                 self.engine.step()
             out.write(" …")
         out.write("\n")
-        if stream is None:
-            return Message("assistant", (Text(answer),))
-        return parse_assistant(ids, self.tokenizer).message
+        if self.template == "chat":
+            return parse_assistant(ids, self.tokenizer).message
+        return Message("assistant", (Text(answer),))
 
     def _take_path(self, found: re.Match[str]) -> str:
         path = found.group(2)
@@ -165,16 +169,6 @@ class Conversation:
             media = [type(part).__name__.lower() for part in message.content if not isinstance(part, Text)]
             lines.append(f"{message.role}: {''.join(f'[{kind}] ' for kind in media)}{message.text.strip()}")
         return "\n".join(lines) + "\n"
-
-
-def _write(out: TextIO, before: str, channel: str, text: str) -> str:
-    """Write a piece of one channel; what the model thinks, and its calls, stand on lines of their own."""
-    if channel != before:
-        mark = "" if channel == "content" else f"({channel}) "
-        out.write(("\n" if before else "") + mark)
-    out.write(text)
-    out.flush()
-    return channel
 
 
 def obey(line: str, chat: Conversation, out: TextIO) -> bool:
@@ -201,22 +195,22 @@ def obey(line: str, chat: Conversation, out: TextIO) -> bool:
     return True
 
 
-def converse(chat: Conversation, read: Callable[[], str], out: TextIO, *, typed: bool) -> None:
-    """Take lines from `read` until it gives "" or /quit; mistakes are told and the chat goes on.
+def converse(chat: Conversation, out: TextIO, *, typed: bool) -> None:
+    """Take lines until their end or /quit; mistakes are told and the chat goes on.
 
-    typed: by a person, whose Ctrl-C gives up a line or an answer; elsewhere it ends the chat.
+    typed: by a person at a terminal, where lines can be edited, and whose Ctrl-C gives up a line or an
+    answer; elsewhere it ends the chat.
     """
     while True:
         try:
-            line = read()
-            if not line:
-                return
-            line = line.strip()
+            line = input("> " * typed).strip()
             if line.startswith("/"):
                 if not obey(line, chat, out):
                     return
             elif line:
                 chat.say(line, out)
+        except EOFError:
+            return
         except (UserError, OSError) as error:
             out.write(f"error: {error}\n")
         except KeyboardInterrupt:
@@ -225,19 +219,7 @@ def converse(chat: Conversation, read: Callable[[], str], out: TextIO, *, typed:
             out.write("\n")
 
 
-def read_typed() -> str:
-    """A line from the terminal, edited and remembered by readline; "" at its end."""
-    try:
-        return input("> ") + "\n"
-    except EOFError:
-        return ""
-
-
-class ChatOptions(Options):
-    model: str
-    """model directory, or embedded:NAME"""
-    image: list[str] = []
-    """picture for the first message; may be given again"""
+class ChatOptions(SamplingOptions):
     system: str = ""
     """system message"""
     template: Literal["auto", "chat", "qa"] = "auto"
@@ -246,25 +228,17 @@ class ChatOptions(Options):
     """run the model's Python calls in the sandbox (pictures: image.png, ...)"""
     allow_weaker: bool = Field(False, serialization_alias="sandbox.allow_weaker")
     """run them although walls of the sandbox are missing here"""
-    max_new_tokens: int = 256
+    max_new_tokens: PositiveInt = 256
     """longest answer, in tokens"""
-    temperature: float = 0.0
-    """0 takes the likeliest token"""
-    top_p: float = 1.0
-    """sample from the likeliest mass"""
-    seed: int = 0
-    """seed of the sampling"""
     context: int = 8192
     """longest conversation, in tokens"""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
 
 
 @verb
 def chat(options: ChatOptions) -> None:
     """Talk to a model until the input ends."""
     # What is wrong with the options is told before the model is loaded.
-    params = SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
+    params = params_of(options)
     folder = model_folder(options.model)
     keep_freed_memory()
     model = load_model(folder, device=device_of(options.device)).eval()
@@ -287,4 +261,4 @@ def chat(options: ChatOptions) -> None:
             import readline  # noqa: F401  (input() edits lines by it)
 
             print("/help lists the commands, Ctrl-D leaves")
-        converse(talk, read_typed if typed else sys.stdin.readline, sys.stdout, typed=typed)
+        converse(talk, sys.stdout, typed=typed)

@@ -29,7 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
 from earlyfusion.pipeline.config.arguments import recipe_command
-from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.verbs import VERBS, Verb
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as a shell reports it
@@ -147,9 +147,9 @@ app = group_of(VERBS, earlyfusion)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words:
-        return guarded(lambda: invoke(typer.main.get_command(app), ["--help"], "earlyfusion")) or EXIT_USER
-    return guarded(lambda: invoke(typer.main.get_command(app), words, "earlyfusion"))
+    command = typer.main.get_command(app)
+    code = guarded(lambda: invoke(command, words or ["--help"], "earlyfusion"))
+    return code if words else EXIT_USER
 
 
 def run_alone(function: Callable[..., Any], name: str, argv: Sequence[str] | None = None) -> int:
@@ -187,9 +187,13 @@ def guarded(call: Callable[[], Any]) -> int:
     system says of a path (PLACES).
     """
     try:
-        code = _called(call)
+        code = int(call() or EXIT_OK)
         sys.stdout.flush()
         return code
+    except typer.Exit as leave:  # after a help
+        return leave.exit_code
+    except SystemExit as leave:
+        return int(leave.code or 0)
     except BrokenPipeError:
         # The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -207,37 +211,22 @@ def guarded(call: Callable[[], Any]) -> int:
         return code_of_error
 
 
-def _called(call: Callable[[], Any]) -> int:
-    """The exit code of a call, also where it left by SystemExit or typer's Exit (after a help)."""
-    try:
-        return int(call() or EXIT_OK)
-    except typer.Exit as leave:
-        return leave.exit_code
-    except SystemExit as leave:
-        if isinstance(leave.code, str):
-            print(leave.code, file=sys.stderr)
-            return EXIT_FAILURE
-        return int(leave.code or 0)
-
-
 def exit_code_of(error: BaseException) -> int | None:
     """The exit code of an error that needs no traceback; None for every other error."""
     if isinstance(error, UserError):
         return error.exit_code
-    if isinstance(error, ValidationError):
-        return EXIT_USER
-    if isinstance(error, OSError) and (error.errno in FULL or (error.errno in PLACES and error.filename)):
-        return EXIT_USER
-    return None
+    of_path = isinstance(error, OSError) and error.errno in PLACES and error.filename
+    full = isinstance(error, OSError) and error.errno in FULL
+    return EXIT_USER if of_path or full or isinstance(error, ValidationError) else None
 
 
 def error_line(error: BaseException) -> str:
     """The message on one line; of the system's errors the path and the reason, of a full disk what to do."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return one_line(error, limit=4000)
-    text = f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
-    if error.errno in FULL:
-        text += "; free disk space (or take another --out) and start the same command again"
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename or ''}: {error.strerror.lower()}".removeprefix(": ")
+        if error.errno in FULL:
+            text += "; free disk space (or take another --out) and start the same command again"
     return one_line(text, limit=4000)
 
 

@@ -42,10 +42,8 @@ def has(package: str) -> bool:
 
 
 def torchvision_works() -> bool:
-    """Whether `import torchvision` succeeds, tried in another process: a failed import poisons the one it
-    runs in."""
-    command = [sys.executable, "-c", "import torchvision"]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    """Whether `import torchvision` succeeds, in another process: a failed one poisons its own."""
+    return subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode == 0
 
 
 def traps() -> list[str]:
@@ -99,10 +97,8 @@ def worst_errors(device: torch.device) -> dict[str, tuple[float, str]]:
     for cases in CASES.values():
         setting.generator.manual_seed(0)
         for case in cases(setting):
-            error = errors(case).get("ours")
-            told = (float("inf"), case.skipped.get("ours", ""))
-            if error is not None:
-                told = (error / case.tolerance, f"{error:.1e}")
+            error = errors(case).get("ours", float("inf"))
+            told = (error / case.tolerance, case.skipped.get("ours", f"{error:.1e}"))
             for op in case.ops.split():
                 # An operation is as good as its worst case.
                 found[op] = max(told, found.get(op, told))

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from pydantic import PositiveInt
 
 from earlyfusion.data.chat.template import Message, template_of
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
@@ -28,29 +27,20 @@ from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.options import Options, verb
+from earlyfusion.pipeline.options import SamplingOptions, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 
-class GenerateOptions(Options):
-    model: str
-    """model directory (config.json, model.safetensors), or embedded:NAME"""
-    image: list[str] = []
-    """picture file; may be given again"""
+class GenerateOptions(SamplingOptions):
     prompt: str | None = None
     """text to continue"""
     question: str | None = None
     """ask in the form the model was trained on, in place of --prompt"""
-    max_new_tokens: PositiveInt = 64
-    """most tokens of the answer"""
-    temperature: float = 0.0
-    """0 takes the likeliest token"""
-    top_p: float = 1.0
-    """sample from the likeliest mass P"""
-    seed: int = 0
-    """seed of the sampling"""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+
+
+def params_of(options: SamplingOptions) -> SamplingParams:
+    """How to sample; raises RequestError for what cannot be."""
+    return SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
 
 
 @verb
@@ -82,9 +72,8 @@ def generate(options: GenerateOptions) -> None:
         segments += [Text(prompt)] if prompt else []
         encoded = encode(Sample(segments, "prompt", "0"), tokenizer, model.config.vision, eos=False)
 
-    params = SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
     engine = engine_for(model, tokenizer, [encoded], options.max_new_tokens)
-    (done,) = engine.generate([Request("0", encoded, params)])
+    (done,) = engine.generate([Request("0", encoded, params_of(options))])
     print(answer(done.ids, tokenizer) if chat else done.text.strip())
 
 

@@ -77,29 +77,29 @@ def listed(extras: Sequence[str], environment: Mapping[str, str]) -> dict[str, s
 
 def fetch(line: str, options: KitOptions) -> str:
     """One wheel into the folder; "" or why there is none."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    # Each wheel by itself and without dependencies, so that nothing pulls torch in.
-    there = ["--implementation=cp", f"--python-version={options.python}", "--only-binary=:all:"]
-    for kind in PLATFORMS.split():
-        there.append(f"--platform={kind}_{options.machine}")
-    common = ["--no-deps", "-c", options.constraints, line]
     folder = options.out
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*pip, *words, *common], capture_output=True, text=True)
+    def run(*words: str) -> str:
+        """pip's last word where it fails. Without dependencies, so that nothing pulls torch in."""
+        command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+        command += ["--no-deps", "-c", options.constraints, line]
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = done.stderr.strip().splitlines() or ["pip failed without a word"]
+        return said[-1] if done.returncode else ""
 
-    done = run("download", *there, "-d", str(folder))
-    if done.returncode == 0:
+    there = ["--implementation=cp", f"--python-version={options.python}", "--only-binary=:all:"]
+    there += [f"--platform={kind}_{options.machine}" for kind in PLATFORMS.split()]
+    absent = run("download", *there, "-d", str(folder))
+    if not absent:
         return ""
     # No wheel there: one built here serves only if it is pure Python.
     before = set(folder.glob("*.whl"))
-    built = run("wheel", "-w", str(folder))
+    failed = run("wheel", "-w", str(folder))
     for path in set(folder.glob("*.whl")) - before:
         if not path.name.endswith("-none-any.whl"):
             path.unlink()
-            built = done
-    said = built.stderr.strip().splitlines() or ["pip failed without a word"]
-    return said[-1] if built.returncode else ""
+            failed = absent
+    return failed
 
 
 class KitOptions(Options):
@@ -120,32 +120,29 @@ class KitOptions(Options):
 @verb
 def gpu_kit(options: KitOptions) -> int:
     """Gather the wheels; exit code 1 if one is missing, the others stay."""
-    python, out = options.python, options.out
+    out = options.out
     environment = {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
+        "python_version": options.python,
+        "python_full_version": f"{options.python}.0",
         "sys_platform": "linux",
         "platform_system": "Linux",
         "platform_machine": options.machine,
     }
-    lines = list(listed([name.strip() for name in options.extras.split(",")], environment).values())
+    lines = list(listed(options.extras.replace(" ", "").split(","), environment).values())
     print("\n".join(lines))
     if options.dry_run:
         return EXIT_OK
 
+    # The others are worth having where one is missing: the list of those is short.
     out.mkdir(parents=True, exist_ok=True)
-    kept = []
-    for line in lines:
-        reason = fetch(line, options)
-        # The others are worth having: the list of what is missing is short.
-        if reason:
-            print(f"missing: {line}: {reason}", file=sys.stderr)
-        else:
-            kept.append(line)
-    (out / "requirements.txt").write_text("".join(f"{line}\n" for line in kept))
+    missing = {line: reason for line in lines if (reason := fetch(line, options))}
+    for line, reason in missing.items():
+        print(f"missing: {line}: {reason}", file=sys.stderr)
+    kept = [f"{line}\n" for line in lines if line not in missing]
+    (out / "requirements.txt").write_text("".join(kept))
     (out / "install.sh").write_text(INSTALL)
     print(f"{out}: {len(kept)} of {len(lines)} wheels")
-    return EXIT_OK if len(kept) == len(lines) else EXIT_FAILURE
+    return EXIT_FAILURE if missing else EXIT_OK
 
 
 if __name__ == "__main__":

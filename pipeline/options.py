@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from earlyfusion.kernels.errors import UserError
 
@@ -28,6 +28,25 @@ class Options(BaseModel):
 
     positional: ClassVar[tuple[str, ...]] = ("words",)
     model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", validate_default=True)
+
+
+class SamplingOptions(Options):
+    """What `generate` and `chat` share: a model, pictures, how to sample."""
+
+    model: str
+    """model directory (config.json, model.safetensors), or embedded:NAME"""
+    image: list[str] = []
+    """picture for the (first) message; may be given again"""
+    max_new_tokens: PositiveInt = 64
+    """longest answer, in tokens"""
+    temperature: float = 0.0
+    """0 takes the likeliest token"""
+    top_p: float = 1.0
+    """sample from the likeliest mass P"""
+    seed: int = 0
+    """seed of the sampling"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
 
 
 def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:

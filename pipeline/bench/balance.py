@@ -10,10 +10,9 @@ text. Saved as JSON; nothing of a run's folder is read or written.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
@@ -43,42 +42,29 @@ class BalanceOptions(Options):
     """where the numbers are saved"""
 
 
-def lane(config: RunConfig, tokens: Tokenizer, number: int, lanes: int, skewed: bool) -> Loader:
-    """The loader of one lane of the recipe's first stage. Skewed: pictures alone in even lanes, text alone in
-    odd ones."""
-    stage = config.stages[0]
-    weights = dict(stage.weights) or {source.name: source.weight for source in config.data.sources}
-    for source in config.data.sources:
-        # Every other lane reads pictures alone: the worst that a mix can do.
-        if skewed and source.has_pictures != (number % 2 == 0):
-            weights[source.name] = 0.0
-    if not any(weights.values()):
-        raise UserError("bench balance: the recipe needs sources with pictures and sources of text alone")
-    return Loader(
-        # No workers: nothing is timed here.
-        config.data.model_copy(update={"prefetch": "none"}),
-        tokens,
-        config.vision,
-        length=stage.length,
-        tokens=stage.tokens,
-        max_patches=stage.max_patches,
-        max_vision_flops=stage.max_vision_flops,
-        lanes=lanes,
-        rank=number,
-        world_size=lanes,
-        weights=weights,
-    )
-
-
 def read_grids(
     config: RunConfig, tokens: Tokenizer, lanes: int, steps: int, skewed: bool
 ) -> list[list[list[Grid]]]:
-    """[step][lane]: grids of the pictures of a micro-batch."""
+    """[step][lane]: grids of the pictures of a micro-batch, of the recipe's first stage.
+
+    Skewed: pictures alone in even lanes, text alone in odd ones, the worst that a mix can do.
+    """
+    # No workers: nothing is timed here.
+    data, stage = config.data.model_copy(update={"prefetch": "none"}), config.stages[0]
+    sizes = stage.model_dump(include={"length", "tokens", "max_patches", "max_vision_flops"})
     # All lanes are read side by side, as the ranks of one step are.
     with ExitStack() as stack:
         loaders = []
-        for number in range(lanes):
-            loader = lane(config, tokens, number, lanes, skewed)
+        for lane in range(lanes):
+            weights = dict(stage.weights) or {source.name: source.weight for source in data.sources}
+            for source in data.sources:
+                if skewed and source.has_pictures != (lane % 2 == 0):
+                    weights[source.name] = 0.0
+            if not any(weights.values()):
+                text = "bench balance: the recipe needs sources with pictures and sources of text alone"
+                raise UserError(text)
+            places: dict[str, Any] = {"lanes": lanes, "rank": lane, "world_size": lanes}
+            loader = Loader(data, tokens, config.vision, **sizes, **places, weights=weights)
             loaders.append(stack.enter_context(loader))
         return [[loader.next_step()[0].grids for loader in loaders] for _ in range(steps)]
 
@@ -89,19 +75,24 @@ def plan_of(
     """Slowest rank over mean, over all steps weighed by their work: an even step of ten pictures counts ten
     times."""
     cost, stage = VisionCost.from_config(config.vision), config.stages[0]
-    sums: dict[str, float] = defaultdict(float)
+    total = before = after = auto = exchanged = 0.0
     for step in steps:
         # Lanes go to ranks in turn, as in training.
         grids = [[list(part) for part in step[rank::ranks]] for rank in range(ranks)]
         plan = plan_step(grids, cost, config.vision.merge_kernel_size, stage.max_patches)
         work = sum(cost.of(part) for part in step)
-        sums["work"] += work
-        sums["before"] += plan.before * work
-        sums["after"] += plan.after * work
-        sums["after_auto"] += work * (plan.after if plan.pays(above) else plan.before)
-        sums["exchanged_by_auto"] += plan.pays(above)
-    shares = {key: sums[key] / (sums["work"] or 1.0) for key in ("before", "after", "after_auto")}
-    return {**shares, "exchanged_by_auto": sums["exchanged_by_auto"]}
+        total += work
+        before += plan.before * work
+        after += plan.after * work
+        auto += work * (plan.after if plan.pays(above) else plan.before)
+        exchanged += plan.pays(above)
+    total = total or 1.0
+    return {
+        "before": before / total,
+        "after": after / total,
+        "after_auto": auto / total,
+        "exchanged_by_auto": exchanged,
+    }
 
 
 @verb

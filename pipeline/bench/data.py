@@ -151,9 +151,8 @@ def measure_waiting(options: DataOptions) -> Result:
     steps, step_s = options.recipe_steps, options.step_ms / 1000
 
     # The loader as training has it: with nobody busy a step takes as long as its data.
-    config = load_config(
-        [str(options.recipe)], [("data.prefetch", "process"), ("data.workers", options.workers)]
-    )
+    changes = [("data.prefetch", "process"), ("data.workers", options.workers)]
+    config = load_config([str(options.recipe)], changes)
     runtime = Runtime(config.train.mixed_precision)
     tokens = build.tokenizer(config, runtime)
     config = build.with_tokenizer(config, tokens)
@@ -162,8 +161,8 @@ def measure_waiting(options: DataOptions) -> Result:
         loaders = StageLoaders(config, tokens, runtime)
         waited.append(consume(loaders.at(0), steps, rest_s))
         loaders.close()
-    share = waited[1] / (step_s * steps + waited[1])
-    return {"data_s_per_step": waited[0] / steps, "wait_share": share}
+    free, busy = waited
+    return {"data_s_per_step": free / steps, "wait_share": busy / (step_s * steps + busy)}
 
 
 @verb

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -27,26 +28,31 @@ from earlyfusion.pipeline.bench.timing import Work
 REGIMES = ("R1", "R2", "R3", "R4")
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 # Text, captions and image documents in one row.
-MULTIMODAL = (4096, 1, 778, 290, 2048, 64, 1110, 3, 1500, 606, 5888)
-SHAPES: tuple[tuple[str, tuple[int, ...], int, int], ...] = (
-    ("B1 T8192 H96", (8192,), 96, 128),
-    ("B2 T16384 H16", (16384,) * 2, 16, 128),
-    ("B4 T2048 H16", (2048,) * 4, 16, 128),
-    ("B4 T4096 H64", (4096,) * 4, 64, 128),
-    ("B8 T2048 H32 D256", (2048,) * 8, 32, 256),
-    ("B8 T1024 H8 D64", (1024,) * 8, 8, 64),
-    ("T8192 H64", (8192,), 64, 128),
-    ("mixed 6 H64", MIXED, 64, 128),
-    ("8 x 1024 H64", (1024,) * 8, 64, 128),
-    ("mixed 6 H96", MIXED, 96, 128),
-    ("8 x 1024 H96", (1024,) * 8, 96, 128),
-    ("B8 T4096 H32", (4096,) * 8, 32, 128),
-    ("B1 T32768 H32", (32768,), 32, 128),
-    ("multimodal H32", MULTIMODAL, 32, 128),
-)
-CPU_SHAPES = (("T2048 H4 D32", (2048,), 4, 32), ("T2048 H2 D128", (2048,), 2, 128))
+LENGTHS: dict[str, tuple[int, ...]] = {
+    "mixed": MIXED,
+    "multimodal": (4096, 1, 778, 290, 2048, 64, 1110, 3, 1500, 606, 5888),
+    "check": (70, 1, 66),
+}
+SHAPES = """
+B1 T8192 H96: 8192, 96 x 128
+B2 T16384 H16: 16384 * 2, 16 x 128
+B4 T2048 H16: 2048 * 4, 16 x 128
+B4 T4096 H64: 4096 * 4, 64 x 128
+B8 T2048 H32 D256: 2048 * 8, 32 x 256
+B8 T1024 H8 D64: 1024 * 8, 8 x 64
+T8192 H64: 8192, 64 x 128
+mixed 6 H64: mixed, 64 x 128
+8 x 1024 H64: 1024 * 8, 64 x 128
+mixed 6 H96: mixed, 96 x 128
+8 x 1024 H96: 1024 * 8, 96 x 128
+B8 T4096 H32: 4096 * 8, 32 x 128
+B1 T32768 H32: 32768, 32 x 128
+multimodal H32: multimodal, 32 x 128
+"""
+"""Label, document lengths, heads x head dim."""
+CPU_SHAPES = "T2048 H4 D32: 2048, 4 x 32\nT2048 H2 D128: 2048, 2 x 128"
 # A full chunk and a rest twice, one token alone: what an interpreter finishes in seconds.
-CHECK_SHAPES = (("T70 + 1 + 66 H2 D128", (70, 1, 66), 2, 128),)
+CHECK_SHAPES = "T70 + 1 + 66 H2 D128: check, 2 x 128"
 # Per token, head and K V, chunk 64; backward with the forward again: 445 kFLOP.
 FORWARD_FLOPS, BACKWARD_FLOPS = 166.6e3 / 128**2, 445e3 / 128**2
 
@@ -173,9 +179,12 @@ def conv(setting: Setting) -> Iterator[Case]:
 
 def kda(setting: Setting) -> Iterator[Case]:
     """The layer in all shapes and regimes, a decode step of a batch, the short convolution."""
-    for shape in setting.pick(CHECK_SHAPES, SHAPES, CPU_SHAPES):
+    for line in setting.pick(CHECK_SHAPES, SHAPES, CPU_SHAPES).strip().splitlines():
+        label, documents, heads, dim = re.split(": |, | x (?=[0-9]+$)", line)
+        length, _, count = documents.partition(" * ")
+        lengths = LENGTHS.get(length) or (int(length),) * int(count or 1)
         for regime in setting.pick(REGIMES, REGIMES, ("R2",)):
-            yield kda_case(shape, regime, setting)
+            yield kda_case((label, lengths, int(heads), int(dim)), regime, setting)
 
     # The floor of a decode step is reading and writing the states, which stay float32 in every backend.
     batch, heads, dim = setting.pick((5, 3, 128), (64, 32, 128), (8, 4, 32))

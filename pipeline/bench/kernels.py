@@ -122,7 +122,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
     """Timings, memory and achieved rates of every side, and the floors; a side that raises goes to
     `case.skipped` with its message."""
     # Drawn once, outside of what is timed.
-    slopes = []
+    slopes: list[torch.Tensor] = []
 
     def forward(name: str) -> None:
         with torch.no_grad():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
-from earlyfusion.pipeline.bench.record import Result, save_record
+from earlyfusion.pipeline.bench.record import save_record
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 
@@ -60,17 +59,23 @@ def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreR
     return list(chain.from_iterable(found.values()))
 
 
-def compare(model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int) -> Result:
-    """Seconds of both evaluators, their ratio, and how far their answers differ."""
+@verb
+def lm_eval(options: LmEvalOptions) -> None:
+    """Entry of `earlyfusion bench lm-eval`: seconds of both evaluators, their ratio, how far their answers
+    differ."""
     require_lm_eval()
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
+    batch = options.batch
+    how: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "batch_size": batch}
+    model: Any = open_model(f"hf:{options.model}", **how)
     kept = {"pretrained": model.model, "tokenizer": model.tokenizer, "max_length": model.max_length}
-    theirs = HFLM(**kept, batch_size=batch_size)
+    theirs = HFLM(**kept, batch_size=batch)
 
     # The very requests of our task, so that both read the same words.
-    flat = [request for row in rows for request in row]
+    rows = requests_of(options.data, options.categories, options.questions)
+    flat = list(chain.from_iterable(rows))
     asked = [Instance("loglikelihood", {}, (r.context, r.continuation), i) for i, r in enumerate(flat)]
     model.loglikelihood(flat[:1])  # the first call of a process also reads the weights in
     theirs.loglikelihood(asked[:1], disable_tqdm=True)
@@ -90,7 +95,7 @@ def compare(model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int)
         # A ratio between two that answer differently would be none.
         different += best_choice(own[part]) != best_choice(other[part])
         start += len(row)
-    return {
+    result = {
         "questions": len(rows),
         "requests": len(flat),
         "ours_s": middle - started,
@@ -99,14 +104,5 @@ def compare(model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int)
         "largest_difference": max(abs(a - b) for a, b in zip(own, other)),
         "different_answers": different,
     }
-
-
-@verb
-def lm_eval(options: LmEvalOptions) -> None:
-    """Entry of `earlyfusion bench lm-eval`."""
-    path, batch = f"hf:{options.model}", options.batch
-    model = open_model(path, device=options.device, dtype=options.dtype, batch_size=batch)
-    rows = requests_of(options.data, options.categories, options.questions)
-    result = compare(model, rows, batch)
     show("letters of MMLU-Pro", {"": result})
     save_record(options.out, options.model_dump(mode="json"), comparison=result)

@@ -12,7 +12,8 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,6 @@ def our_patches(request: Request, fast: bool = True) -> Iterator[torch.Tensor]:
         for segment in source.get(index, 0).segments:
             if isinstance(segment, Image):
                 yield decode_picture(segment.image, cfg, decode).items[0][0]
-
-
-def exact_patches(request: Request) -> Iterator[torch.Tensor]:
-    return our_patches(request, fast=False)
 
 
 def our_batches(request: Request) -> Iterator[Counts]:
@@ -146,16 +143,6 @@ def plain_batches(request: Request) -> Iterator[Counts]:
 # ---- Megatron-Energon's.
 
 
-def energon() -> Any:
-    """Its module. Raises UserError where it cannot be imported."""
-    try:
-        from megatron import energon as found
-    # Native parts may fail in their own ways.
-    except Exception as error:  # not there, or native parts built for another Python
-        raise UserError(f"Megatron-Energon: {error}; pip install megatron-energon") from None
-    return found
-
-
 def prepare(shards: Sequence[str]) -> Path:
     """What `energon prepare` makes of the tar files, written once: index, info, split and dataset.yaml in
     `.nv-meta`.
@@ -183,8 +170,16 @@ def prepare(shards: Sequence[str]) -> Path:
 
 
 def energon_patches(request: Request) -> Iterator[torch.Tensor]:
-    """In the order of the shards, without worker processes; the work on a picture is webdataset's side's."""
-    there, cfg = energon(), vision_of(request)
+    """In the order of the shards, without worker processes; the work on a picture is webdataset's side's.
+
+    Raises UserError where it cannot be imported: it is not there, or its native parts are for another Python.
+    """
+    try:
+        from megatron import energon
+    except Exception as error:
+        raise UserError(f"Megatron-Energon: {error}; pip install megatron-energon") from None
+    there: Any = energon
+    cfg = vision_of(request)
 
     class Encoder(there.TaskEncoder):  # type: ignore[misc, name-defined]
         decoder = there.SampleDecoder(image_decode="pil")
@@ -208,9 +203,9 @@ def energon_patches(request: Request) -> Iterator[torch.Tensor]:
         yield sample["patches"]
 
 
-PATCHES = {
+PATCHES: dict[str, Callable[[Request], Iterator[torch.Tensor]]] = {
     "ours": our_patches,
-    "ours-exact": exact_patches,
+    "ours-exact": partial(our_patches, fast=False),
     "webdataset": plain_patches,
     "energon": energon_patches,
 }

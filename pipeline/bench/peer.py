@@ -18,27 +18,11 @@ FIRST_TOKEN = 6
 """Prompts hold ordinary tokens only."""
 
 SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_shared_experts",
-    "routed_scaling_factor",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "rms_norm_eps",
-    "num_experts_per_token",
-    "num_experts",
-    "moe_renormalize",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"
+    " num_shared_experts routed_scaling_factor kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
+    " v_head_dim rms_norm_eps num_experts_per_token num_experts moe_renormalize bos_token_id eos_token_id"
+    " pad_token_id"
+).split()
 """Keys that mean the same on both sides."""
 
 

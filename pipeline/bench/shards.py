@@ -23,8 +23,8 @@ WORDS = (
 )
 
 
-def photo(width: int, height: int, seed: int) -> PILImage.Image:
-    """A picture that compresses like a photograph."""
+def jpeg(width: int, height: int, seed: int) -> bytes:
+    """A picture that compresses like a photograph, as JPEG of quality 85."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / max(width, height)
     # Waves and grain: flat colours would decode too quickly.
@@ -34,13 +34,8 @@ def photo(width: int, height: int, seed: int) -> PILImage.Image:
         left, top = rng.integers(0, width), rng.integers(0, height)
         w, h = rng.integers(10, 200, 2)
         pixels[top : top + h, left : left + w] = rng.integers(0, 256, 3)
-    return PILImage.fromarray(pixels.clip(0, 255).astype(np.uint8))
-
-
-def jpeg(width: int, height: int, seed: int) -> bytes:
-    """A photo-like JPEG of quality 85."""
     out = io.BytesIO()
-    photo(width, height, seed).save(out, "JPEG", quality=85)
+    PILImage.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=85)
     return out.getvalue()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand
 
@@ -30,10 +30,17 @@ from earlyfusion.pipeline.config.schema import model_in
 from earlyfusion.pipeline.options import Options, verb
 
 STARTED = "command.json"
-"""File in the output folder: {"recipes": [...], "overrides": [[key, text], ...]} of the run."""
+"""File in the output folder: `Started` as JSON."""
 OF_ONE_CALL = ("run.out", "run.steps")
 """Overrides that a resume does not take over."""
 Override = tuple[str, str]
+
+
+class Started(BaseModel):
+    """What command.json holds."""
+
+    recipes: list[str]
+    overrides: list[Override]
 
 
 @dataclass
@@ -113,32 +120,31 @@ class RecipeCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words, self.overrides[:] = split_overrides(args)
+        sections = self.keys_of.model_fields
         for key, _ in self.overrides:
             section = key.partition(".")[0]
-            if section not in self.keys_of.model_fields:
-                near = did_you_mean(section, self.keys_of.model_fields)
+            if section not in sections:
+                near = did_you_mean(section, sections)
                 raise UserError(f"--{key}: no section {section!r} in a recipe; {near}")
-        self._check_plain(words)
-        return super().parse_args(ctx, words)
 
-    def _check_plain(self, words: Sequence[str]) -> None:
-        """UserError for a recipe key that lacks its section: --lr."""
-        known = [option for parameter in self.params for option in (*parameter.opts, "--help")]
+        # A recipe key that lacks its section: --lr.
+        known = {option for parameter in self.params for option in parameter.opts}
         for word in words:
             option = word.partition("=")[0]
-            if not option.startswith("--") or option in known:
-                continue
-            meant = [key for key, *_ in describe(self.keys_of) if key.rpartition(".")[2] == option[2:]]
-            if meant:
-                keys = " or ".join(f"--{key}" for key in meant[:3])
-                raise UserError(f"option {option} is not known; did you mean {keys}?")
+            ends = f".{option.removeprefix('--')}"
+            meant = [f"--{key}" for key, *_ in describe(self.keys_of) if key.endswith(ends)]
+            if option.startswith("--") and option not in known and meant:
+                raise UserError(f"option {option} is not known; did you mean {' or '.join(meant[:3])}?")
+        return super().parse_args(ctx, words)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         rows = []
         for key, kind, default, text in describe(self.keys_of):
             rows.append((f"--{key}", f"{kind} [{default}] {text}"))
             if key == "data.sources.<i>.options":
-                rows += source_options()
+                for source in KINDS.values():
+                    keys = [f"{name} [{default}]" for name, _, default, _ in describe(source.options)]
+                    rows.append((f"  {source.name}:", ", ".join(keys) or "none"))
         with formatter.section("recipe keys"):
             formatter.write_text(
                 "A value is a TOML literal or plain text, null is None; an item of a list is addressed by"
@@ -171,15 +177,13 @@ def recall(parsed: RecipeArguments, named: bool) -> None:
     if not path.is_file():
         return
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        recipes = [str(recipe) for recipe in stored["recipes"]]
-        overrides = [(str(key), str(text)) for key, text in stored["overrides"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: damaged ({error}); remove it and give the overrides of the run again"
-        ) from None
-    parsed.recipes = parsed.recipes if named else recipes
-    parsed.overrides = overrides + parsed.overrides
+        stored = Started.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        text = f"{path}: damaged ({error.errors()[0]['msg']})"
+        raise UserError(f"{text}; remove it and give the overrides of the run again") from None
+    if not named:
+        parsed.recipes = stored.recipes
+    parsed.overrides = stored.overrides + parsed.overrides
 
 
 def remember(folder: str | Path, parsed: RecipeArguments) -> None:
@@ -187,15 +191,6 @@ def remember(folder: str | Path, parsed: RecipeArguments) -> None:
     recipes = [str(Path(name).resolve()) if name.endswith(".toml") else name for name in parsed.recipes]
     overrides = {key: text for key, text in parsed.overrides if key not in OF_ONE_CALL}
     write_json(Path(folder) / STARTED, {"recipes": recipes, "overrides": list(overrides.items())})
-
-
-def source_options() -> list[tuple[str, str]]:
-    """(kind, its options with their defaults) of every kind of source, for the help."""
-    rows = []
-    for kind in KINDS.values():
-        keys = [f"{name} [{default}]" for name, _, default, _ in describe(kind.options)]
-        rows.append((f"  {kind.name}:", ", ".join(keys) or "none"))
-    return rows
 
 
 def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, str, str]]:

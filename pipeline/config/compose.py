@@ -71,20 +71,17 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """A TOML file that a user names; UserError for one that cannot be read. what: its word in errors."""
+    hint = "give a shipped name or a TOML file"
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{what} {path}: is no file; give a shipped name or a TOML file")
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise UserError(f"{what} {path}: {size} bytes, more than {MOST_BYTES}: not a {what}")
+            raise UserError(f"{what} {path}: is no file; {hint}")
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{what} {path}: more than {MOST_BYTES} bytes: not a {what}")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{what} {path}: cannot be read ({error.strerror}); give a shipped name or a TOML file"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{what} {path}: not valid TOML: nested too deep") from None
-    except ValueError as error:  # no TOML, no UTF-8, numbers of thousands of digits, odd names
+        raise UserError(f"{what} {path}: cannot be read ({error.strerror}); {hint}") from None
+    # No TOML, nested too deep, no UTF-8, numbers of thousands of digits, odd names.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{what} {path}: not valid TOML: {error}") from None
 
 
@@ -95,24 +92,17 @@ def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> 
         where = f"{path}.{key}" if path else key
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(old, value, where)
+            value = merge(old, value, where)
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
-            merged[key] = _merge_named(old, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _merge_named(left: list[Any], right: list[Any]) -> list[Any]:
-    merged = list(left)
-    names = _names(left)
-    for item in right:
-        name = item.get("name") if isinstance(item, Mapping) else None
-        if name is not None and name in names:
-            place = names.index(name)
-            merged[place] = merge(merged[place], item)
-        else:
-            merged.append(item)
+            items, names = list(old), _names(old)
+            for item, name in zip(value, _names(value)):
+                if name is not None and name in names:
+                    place = names.index(name)
+                    items[place] = merge(items[place], item)
+                else:
+                    items.append(item)
+            value = items
+        merged[key] = value
     return merged
 
 
@@ -212,10 +202,13 @@ def _explain(item: Any, schema: type[BaseModel], tree: Any) -> str:
     place = [part for part in item["loc"] if not str(part).startswith("function-")]
     key = ".".join(str(part) for part in _named(place, tree)) or "recipe"
     if item["type"] == "extra_forbidden":
+        # The keys that are known beside the last part.
+        for part in place[:-1]:
+            field = schema.model_fields.get(part) if isinstance(part, str) else None
+            schema = (model_in(field.annotation)[0] if field else None) or schema
         where = ".".join(str(part) for part in place[:-1]) or "the recipe's top level"
-        return (
-            f"unknown key {place[-1]!r} in {where}; {did_you_mean(str(place[-1]), _keys_at(schema, place))}"
-        )
+        near = did_you_mean(str(place[-1]), schema.model_fields)
+        return f"unknown key {place[-1]!r} in {where}; {near}"
     if item["type"] == "missing":
         hint = "; lay the recipe over a whole one, such as nano (both on the line, nano first)"
         return f"{key} is missing and has no default{hint if len(place) == 1 else ''}"
@@ -235,16 +228,6 @@ def _named(place: Sequence[Any], tree: Any) -> Iterator[Any]:
             tree = None
         own = tree.get("name") if isinstance(tree, Mapping) and isinstance(part, int) else None
         yield own or part
-
-
-def _keys_at(schema: type[BaseModel], place: Sequence[Any]) -> list[str]:
-    """The keys that are known beside the last part of `place`."""
-    model = schema
-    for part in place[:-1]:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
-        inner = model_in(field.annotation)[0] if field else None
-        model = inner or model
-    return list(model.model_fields)
 
 
 def dump(config: BaseModel) -> dict[str, Any]:
@@ -271,12 +254,8 @@ def recipe_hash(config: BaseModel) -> str:
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs between two resolved recipes (see `dump`), in key order."""
     left, right = dict(flatten(old)), dict(flatten(new))
-    changes = []
-    for key in sorted(left.keys() | right.keys()):
-        change = Change(key, left.get(key, ABSENT), right.get(key, ABSENT))
-        if change.old != change.new:
-            changes.append(change)
-    return changes
+    changes = [Change(k, left.get(k, ABSENT), right.get(k, ABSENT)) for k in sorted(left.keys() | right)]
+    return [change for change in changes if change.old != change.new]
 
 
 def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -284,21 +263,24 @@ def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Ch
     last = f"stages.{len(new.get('stages', [])) - 1}.steps"
     refused = []
     for change in diff(old, new):
-        grown = change.key == last and isinstance(change.old, int) and change.new > change.old
+        free = bool(FREE_ON_RESUME.match(change.key) or re.fullmatch(r"stages\.\d+\.skip", change.key))
+        if change.key == last and isinstance(change.old, int):
+            free = change.new > change.old
         # A path that is only written in another way: recipe.toml of a run holds it from the root.
-        paths = change.key.endswith(".path") and isinstance(change.old, str) and isinstance(change.new, str)
-        moved = paths and Path(change.old).absolute() == Path(change.new).absolute()
-        free = FREE_ON_RESUME.match(change.key) or re.fullmatch(r"stages\.\d+\.skip", change.key)
-        if not (grown or moved or free):
+        elif change.key.endswith(".path") and isinstance(change.old, str) and isinstance(change.new, str):
+            free = Path(change.old).absolute() == Path(change.new).absolute()
+        if not free:
             refused.append(change)
     return refused
 
 
 def explain_refusal(changes: Sequence[Change]) -> str:
     """What `refused_on_resume` found and what to do, in one line; at most six changes are named."""
-    shown = "; ".join(map(str, changes[:6])) + (f"; and {len(changes) - 6} more" if len(changes) > 6 else "")
-    text = f"the recipe changed ({shown}); put these back"
-    if any(ABSENT in (change.old, change.new) for change in changes):
+    shown = [str(change) for change in changes[:6]]
+    if len(changes) > 6:
+        shown.append(f"and {len(changes) - 6} more")
+    text = f"the recipe changed ({'; '.join(shown)}); put these back"
+    if any(ABSENT in change for change in changes):
         text += (
             " (a key you did not touch is another version's of earlyfusion: go on with the one that saved it)"
         )
@@ -307,13 +289,10 @@ def explain_refusal(changes: Sequence[Change]) -> str:
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every leaf; a list without tables is a leaf."""
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        items = enumerate(value)
-    else:
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
         yield path, value
         return
-    for key, item in items:
+    for key, item in value.items():
         yield from flatten(item, f"{path}.{key}" if path else str(key))

@@ -154,8 +154,8 @@ class StageSection(Section):
         places = [point.at for point in self.mix]
         if places != sorted(places):
             raise ValueError(f"mix points at {places}: put them in the order of `at`")
-        linear = [point for point in self.mix if point.vision_share is not None][:1]
-        if self.vision_share is None and linear and linear[0].ramp == "linear":
+        ramps = [point.ramp for point in self.mix if point.vision_share is not None]
+        if self.vision_share is None and ramps[:1] == ["linear"]:
             raise ValueError("a linear ramp of vision_share needs the stage's vision_share to start from")
         if any(first >= end for first, end in self.skip):
             raise ValueError(
@@ -278,17 +278,14 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stages: two stages share a name: {', '.join(names)}")
+
+        named = [("train.loss_weights", self.train.loss_weights)]
+        for stage in self.stages:
+            named.append((f"stages.{stage.name}.weights", stage.weights))
+            named += [(f"stages.{stage.name}.mix.weights", point.weights) for point in stage.mix]
         sources = [source.name for source in getattr(self.data, "sources", [])]
-        named = [(f"stages.{stage.name}.weights", key) for stage in self.stages for key in stage.weights]
-        named += [
-            (f"stages.{stage.name}.mix.weights", k)
-            for stage in self.stages
-            for p in stage.mix
-            for k in p.weights
-        ]
-        named += [("train.loss_weights", key) for key in self.train.loss_weights]
-        for where, key in named:
-            if key not in sources:
+        for where, weights in named:
+            for key in weights.keys() - sources:
                 raise ValueError(f"{where}: no data source {key!r}; {did_you_mean(key, sources)}")
         return self
 
@@ -307,12 +304,12 @@ class RunConfig(Section):
 
 def model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The model that a field holds (directly, optionally, or in a list), and whether it is a list."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
     origin = typing.get_origin(annotation)
     args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
     if origin is list and args:
         return model_in(args[0])[0], True
     if origin in (typing.Union, types.UnionType) and len(args) == 1:
         return model_in(args[0])
+    if origin is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
     return None, False

@@ -216,19 +216,19 @@ def explained(error: Exception) -> Refused | None:
 
 def error_response(error: Refused) -> JSONResponse:
     """The error in OpenAI's form: one line, encodable whatever the caller sent."""
+
+    def short(text: str, most: int) -> str:
+        text = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
+        return text if len(text) <= most else text[:most] + "…"
+
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    param = None if error.param is None else one_short_line(error.param, 80)
-    body = {"message": one_short_line(str(error), 500), "type": kind, "param": param, "code": error.code}
+    body = {"message": short(str(error), 500), "type": kind, "param": None, "code": error.code}
+    if error.param is not None:
+        body["param"] = short(error.param, 80)
     headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     if error.status == 408:
         headers["Connection"] = "close"
     return JSONResponse({"error": body}, error.status, headers)
-
-
-def one_short_line(text: str, most: int) -> str:
-    """The text in one line of at most `most` characters, without halves of surrogate pairs."""
-    text = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
-    return text if len(text) <= most else text[:most] + "…"
 
 
 class Front:
@@ -273,7 +273,9 @@ class Front:
 
     def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises Refused for a caller who is not served."""
-        host = host_of(headers.get(b"host", b""))
+        # The name alone, without its port; an IPv6 address stands in brackets.
+        name = headers.get(b"host", b"").decode("latin-1").strip().lower()
+        host = name.partition("]")[0].removeprefix("[") if name[:1] == "[" else name.partition(":")[0]
         if self.hosts is not None and host and host not in self.hosts and not is_loopback(host):
             text = f"host {host!r} is not served here (--allow-host)"
             raise Refused(text, status=403, code="host_not_allowed")
@@ -340,12 +342,6 @@ class Front:
             work, _ = await asyncio.gather(*tasks, return_exceptions=True)
         if isinstance(work, Exception):
             raise work
-
-
-def host_of(value: bytes) -> str:
-    """The name in a Host header, without its port."""
-    text = value.decode("latin-1").strip().lower()
-    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def check_values(body: bytes | bytearray) -> None:

@@ -68,8 +68,8 @@ class Limits:
     def check_characters(self, count: int, param: str) -> None:
         """Raises Refused for a text that is too long to be tokenised, whatever the tokens."""
         if count > self.characters:
-            text = f"{param}: {count} characters (a token id counts as 4), more than the {self.characters}"
-            raise Refused(f"{text} that are read", param=param, code="context_length_exceeded")
+            text = f"{param}: {count} characters (a token id counts as 4); at most {self.characters} are read"
+            raise Refused(text, param=param, code="context_length_exceeded")
 
 
 # ---- Requests.
@@ -109,13 +109,6 @@ class FramesPart(Loose):
 
 
 Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
-
-
-def media_in(part: Part) -> int:
-    """Pictures, frames and video files of a part."""
-    if isinstance(part, FramesPart):
-        return len(part.video)
-    return 0 if isinstance(part, TextPart) else 1
 
 
 def segment_of(part: Part, frames: int) -> Segment:
@@ -250,11 +243,15 @@ class ChatRequest(Common):
         Media come from data URLs (base64 only). Everything is counted before any of it is decoded.
         """
         # Counts first: decoding is what costs.
-        media = sum(media_in(part) for turn in self.messages for part in turn.content)
+        media = length = 0
+        for turn in self.messages:
+            length += turn.characters()
+            for part in turn.content:
+                # A picture or a video file counts as one, frames each.
+                media += len(part.video) if isinstance(part, FramesPart) else part.type != "text"
         if media > limits.images:
             text = f"{media} pictures or frames in one request; at most {limits.images} are taken"
             raise Refused(text, param="messages")
-        length = sum(turn.characters() for turn in self.messages)
         limits.check_characters(length, "messages")
 
         frames = max(limits.images - media + 1, 1)
@@ -309,8 +306,7 @@ def data_url(url: str, kind: str) -> bytes:
     """Bytes of a base64 data URL; other URLs are refused, so that the server never fetches anything."""
     head = DATA_URL.match(url[:256])
     if head is None:
-        shown = url[:40] + ("…" if len(url) > 40 else "")
-        text = f"{kind} {shown!r}: give a data URL (data:{kind}/…;base64,…); nothing is fetched"
+        text = f"{kind} {url[:40]!r}: give a data URL (data:{kind}/…;base64,…); nothing is fetched"
         raise Refused(text, param="messages")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
@@ -368,31 +364,37 @@ class Answer:
         # Of a chat in channels the ids are read again: the text has lost its markup.
         if self.channels:
             parsed = parse_assistant(done.ids, self.tokenizer).message
-            message |= {"content": self._stopped(parsed.text), **tool_calls(parsed)}
+            # The engine cuts its own text at a stop string, not the ids.
+            ends = [parsed.text.find(stop) for stop in self.body.stop if stop in parsed.text]
+            message |= {"content": parsed.text[: min(ends, default=None)], **tool_calls(parsed)}
             if parsed.thinking is not None:
                 message["reasoning_content"] = parsed.thinking
         return {**choice, "message": message}
 
     def opening(self) -> str:
         """What a streamed chat begins with: the role of every choice."""
-        events = ""
-        if self.chat:
-            for i in range(self.body.n):
-                delta = {"role": "assistant", "content": ""}
-                events += self.chunk([{"index": i, "delta": delta, "finish_reason": None}])
-        return events
+        delta = {"role": "assistant", "content": ""}
+        choices = [{"index": i, "delta": delta, "finish_reason": None} for i in range(self.body.n)]
+        return "".join(self.chunk([choice]) for choice in choices if self.chat)
 
     def piece(self, event: Event) -> str:
-        """An event of the engine as one of the stream."""
-        index, tokens = self.take(event), event.tokens
-        choice = self._common(index, [t.id for t in tokens], [t.logprob1 for t in tokens], event.completion)
+        """An event of the engine as one of the stream: words without markup; calls come whole, with the last
+        event of a sample."""
+        index, tokens, done = self.take(event), event.tokens, event.completion
+        choice = self._common(index, [t.id for t in tokens], [t.logprob1 for t in tokens], done)
+        delta = {"content": event.text}
+        if not self.chat:
+            return self.chunk([{**choice, "text": event.text}])
         if self.channels:
-            choice["delta"] = self._by_channel(index, event)
-        elif self.chat:
-            choice["delta"] = {"content": event.text}
-        else:
-            choice["text"] = event.text
-        return self.chunk([choice])
+            delta["content"] = ""
+            for token in tokens:
+                for channel, text in self.streams[index].push(token.id):
+                    key = CHANNELS.get(channel)
+                    if key is not None:
+                        delta[key] = delta.get(key, "") + text
+            if done is not None:
+                delta |= tool_calls(parse_assistant(done.ids, self.tokenizer).message)
+        return self.chunk([{**choice, "delta": delta}])
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
         """A server-sent event."""
@@ -412,41 +414,23 @@ class Answer:
         }
 
     def _common(
-        self, index: int, ids: list[int], logprobs: list[float], done: Completion | None
+        self, index: int, ids: list[int], values: list[float], done: Completion | None
     ) -> dict[str, Any]:
-        """What a choice says whatever the endpoint. done: the sample, where it is complete."""
+        """What a choice says whatever the endpoint. values: log-probabilities of the ids. done: the sample,
+        where it is complete."""
         reason = None if done is None else done.finish_reason
         choice = {"index": index, "finish_reason": "stop" if reason == "cancelled" else reason}
-        return {**choice, "logprobs": self._logprobs(ids, logprobs)}
-
-    def _by_channel(self, index: int, event: Event) -> dict[str, Any]:
-        """The words of one event without markup; calls come whole, with the last event of a sample."""
-        delta = {"content": ""}
-        for token in event.tokens:
-            for channel, text in self.streams[index].push(token.id):
-                key = CHANNELS.get(channel)
-                if key is not None:
-                    delta[key] = delta.get(key, "") + text
-        if event.completion is None:
-            return delta
-        return delta | tool_calls(parse_assistant(event.completion.ids, self.tokenizer).message)
-
-    def _stopped(self, text: str) -> str:
-        """The text up to the first stop string: the engine cuts its own text, not the ids."""
-        ends = [text.find(stop) for stop in self.body.stop if stop in text]
-        return text[: min(ends)] if ends else text
-
-    def _logprobs(self, ids: list[int], values: list[float]) -> dict[str, Any] | None:
         if not wants_logprobs(self.body):
-            return None
+            return {**choice, "logprobs": None}
         tokens = [self.tokenizer.decode([i]) for i in ids]
         if not self.chat:
-            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+            told = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+            return {**choice, "logprobs": told}
         entries = []
         for token, value in zip(tokens, values, strict=True):
             entry = {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
             entries.append(entry)
-        return {"content": entries}
+        return {**choice, "logprobs": {"content": entries}}
 
 
 CHANNELS = {"content": "content", "thinking": "reasoning_content"}
@@ -465,8 +449,9 @@ def sse(value: Mapping[str, Any]) -> str:
 
 def tool_calls(message: Message) -> dict[str, Any]:
     """{"tool_calls": [...]} in the OpenAI form, or {} for a message without calls."""
-    listed = []
+    found: dict[str, Any] = {}
     for number, call in enumerate(message.calls):
         function = {"name": call.tool, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
-        listed.append({"index": number, "id": f"call_{number + 1}", "type": "function", "function": function})
-    return {"tool_calls": listed} if listed else {}
+        told = {"index": number, "id": f"call_{number + 1}", "type": "function", "function": function}
+        found.setdefault("tool_calls", []).append(told)
+    return found

@@ -89,7 +89,7 @@ class Echo:
         if text == "long":
             raise KeyboardInterrupt
 
-chat.converse(Echo(), chat.read_typed, sys.stdout, typed=True)
+chat.converse(Echo(), sys.stdout, typed=True)
 print("ended", flush=True)
 """
 
