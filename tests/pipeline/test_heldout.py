@@ -18,7 +18,6 @@ from earlyfusion.data.sample import Image
 from earlyfusion.eval.heldout import GREY, Loss, heldout_getters
 from earlyfusion.pipeline.build import absolute_paths
 from earlyfusion.pipeline.config.compose import dump, load_config, refused_on_resume
-from earlyfusion.pipeline.evaluate import heldout_headline
 from earlyfusion.pipeline.track import read_metrics
 
 RTOL = 1e-5  # one packed row against documents one by one, fp32
@@ -164,19 +163,6 @@ def test_a_resumed_run_measures_the_same(run, recipe, finished, tmp_path):
     assert run(recipe, tmp_path, *WORDS, "--steps 4 --resume") == 0
     ours = [record for record in evaluations(tmp_path) if record["step"] != 3]
     assert ours == evaluations(finished)
-
-
-def test_a_source_of_both_kinds_names_its_pictured_tokens_beside_the_blind_ones():
-    numbers = Loss(nats=9.0, tokens=6, seen_nats=4.0, blind_nats=8.0, seen_tokens=4).numbers()
-    assert numbers == {"loss": 1.5, "tokens": 6, "seen_loss": 1.0, "blind_loss": 2.0, "text_loss": 2.5}
-    assert heldout_headline({"both": numbers}, numbers) == {
-        "heldout/image": 1.0,
-        "heldout/image_blind": 2.0,
-        "heldout/text": 2.5,
-        "heldout/source/both": 1.5,
-        "heldout/seen/both": 1.0,
-        "heldout/blind/both": 2.0,
-    }
 
 
 def test_the_saved_recipe_names_its_inputs_from_the_root(recipe, photos, monkeypatch):

@@ -107,26 +107,3 @@ def test_a_stopped_launcher_leaves_a_checkpoint_and_no_orphan(
     assert code == {"plain": EXIT_REQUEUE}.get(launcher, code) and code != 0
     if launcher == "plain":
         assert "Traceback" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/cmdline").exists(), reason="the launcher's command line is read from /proc"
-)
-def test_accumulation_asked_of_the_launcher_is_one_line(recipe, tmp_path):
-    """accelerate hands the number on to DeepSpeed alone; everybody else would train without it."""
-    words = [
-        *ACCELERATE,
-        "--gradient_accumulation_steps",
-        "4",
-        "-m",
-        MODULE,
-        str(recipe),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment(), timeout=240
-    )
-    assert "error: accelerate was given 4 gradient accumulation steps" in done.stderr and done.returncode != 0
-    assert not (tmp_path / "out").exists()

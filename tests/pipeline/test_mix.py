@@ -1,8 +1,6 @@
 """The mixture of a recipe: the arms of Kimi K2.5 Table 1, schedules inside a stage, what a run reports of its
 data."""
 
-import json
-
 import pytest
 from tiny_run import MEASURED, numbers, tiny_recipe, write_recipe
 
@@ -137,19 +135,6 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
     assert not any(key in MEASURED for key in numbers(tmp_path / "cut")[-1])
     assert read_skipped(tmp_path / "cut") == skipped
-
-
-def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.loading.stats.MIN_READ", 1)
-    assert run(mixed, tmp_path, "--data.max_bad_share 0") == 2
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert (
-        len(told) == 1
-        and "data.max_bad_share allows 0.0% (corrupt_image" in told[0]
-        and "skipped.jsonl" in told[0]
-    )
-    (entry,) = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert entry["reason"] == "corrupt_image" and entry["source"] == "vqa"
 
 
 def test_a_resume_may_leave_out_a_bad_stretch_and_change_who_prefetches(recipe, run, tmp_path):

@@ -5,7 +5,6 @@ import io
 import pytest
 from rich.console import Console
 
-from earlyfusion.pipeline import progress
 from earlyfusion.pipeline.progress import Progress
 
 PRETRAINING = {
@@ -84,17 +83,6 @@ def test_no_number_is_cut_whatever_the_screen(record, width, height):
     words = " ".join(shown.split())
     assert all(fact in words for fact in [*view.facts(), "a run [red] step 10/100", "ETA 3m00s"])
     assert ("24 more" in words) == (record is RL)
-
-
-def test_it_draws_at_most_four_times_a_second(monkeypatch):
-    now, drawn = [100.0], []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    view = Progress(terminal(), 1000)
-    monkeypatch.setattr(view, "view", lambda: drawn.append(view.step) or "")
-    for step in range(1, 101):
-        now[0] += 0.01
-        view.update(step, {"loss": 0.5})
-    assert 4 <= len(drawn) <= 5
 
 
 def test_one_slow_step_does_not_throw_the_time_left_off():

@@ -8,7 +8,6 @@ import torch
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig, fresh, importance_weights
-from earlyfusion.rl.objectives.sequences import sequence_sums
 
 EXACT = 1e-12  # float64
 LENGTHS = (3, 1, 6, 4)
@@ -85,25 +84,6 @@ def test_poison_outside_the_mask_stays_outside():
         before = importance_weights(options, old, sampler, SEGMENTS, mask)
         after = importance_weights(options, *poisoned, SEGMENTS, mask)
         assert all(torch.equal(a, b) for a, b in zip(after, before))
-
-
-def test_sequence_weights_make_the_mean_unbiased_and_token_weights_do_not():
-    """All answers of two binary tokens, weighed by the exact probabilities of the sampler: E_mu[w r] against
-    E_pi[r]."""
-    answers = list(itertools.product((0, 1), repeat=2))
-    p_old, p_mu = {(): 0.7, (0,): 0.2, (1,): 0.6}, {(): 0.5, (0,): 0.5, (1,): 0.4}
-    of = lambda p, a: [p[()] if a[0] else 1 - p[()], p[a[:1]] if a[1] else 1 - p[a[:1]]]
-    old = torch.tensor([of(p_old, a) for a in answers], dtype=torch.float64).log().flatten()
-    mu = torch.tensor([of(p_mu, a) for a in answers], dtype=torch.float64).log().flatten()
-    segments, reward = Segments((2,) * 4), torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    chance = sequence_sums(mu, segments).exp()
-    truth = (sequence_sums(old, segments).exp() * reward).sum()
-    for level, exact in (("sequence", True), ("token", False)):
-        weight, _ = importance_weights(
-            CorrectionConfig(mode="tis", level=level, high=100.0), old, mu, segments, old < 0
-        )
-        mean = (chance * reward * weight.reshape(4, 2)[:, 1]).sum()  # the weight of the last token
-        assert (abs(float(mean - truth)) < EXACT) == exact
 
 
 def test_stale_segments_of_a_partial_rollout_leave_the_loss():

@@ -64,14 +64,6 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
         made.close()
 
 
-def test_a_batch_of_which_nothing_is_trained_makes_no_step(folder, tmp_path):
-    """Every answer cut at the limit and filtered: its gradients would be zeros."""
-    made = training(folder, tmp_path / "run", overlong={"mode": "filter"}, rollout={"max_new_tokens": 2})
-    before = [p.clone() for p in made.model.parameters()]
-    assert made.iterate()["empty"] == 1
-    assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
-
-
 def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
     made = training(folder, tmp_path / "run", train={"updates": 5})
     real, count = made.iterate, []

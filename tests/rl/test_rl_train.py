@@ -9,7 +9,6 @@ from engine_cases import TOKENIZER, model
 from rl_cases import PTX, model_directory, run, spaces, training
 from safetensors.torch import load_file
 
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.rewards import Scored
@@ -237,14 +236,6 @@ def test_mistakes_are_told_in_one_line_before_anything_is_written(folder, tmp_pa
     with pytest.raises(Exception, match=message) as caught:
         run(folder, tmp_path / "run", **changes)
     assert "\n" not in str(caught.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_run_is_never_written_over(folder, tmp_path):
-    assert run(folder, tmp_path / "run", train={"updates": 1}) == 0
-    with pytest.raises(UserError, match="already holds checkpoint"):
-        run(folder, tmp_path / "run", train={"updates": 1})
-    with pytest.raises(UserError, match=r"recipe changed.*group_size"):
-        run(folder, tmp_path / "run", resume=True, train={"updates": 1}, rollout={"group_size": 6})
 
 
 def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_path, monkeypatch):

@@ -42,15 +42,6 @@ def test_equal_pictures_are_one_file_and_words_have_none(tmp_path):
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
 
 
-def test_equal_bytes_of_another_shape_are_another_picture(tmp_path):
-    wide, tall = Image.new("RGB", (8, 4), "red"), Image.new("RGB", (4, 8), "red")
-    assert wide.tobytes() == tall.tobytes()
-    RolloutLog(tmp_path, start_update=0).write([group(1, image=wide), group(1, image=tall)])
-    first, second = (record["image"] for record in read_rollouts(tmp_path))
-    with Image.open(tmp_path / first) as a, Image.open(tmp_path / second) as b:
-        assert (a.size, b.size) == ((8, 4), (4, 8))
-
-
 @pytest.mark.parametrize("killed_after", [3, 5])
 def test_a_resumed_folder_equals_one_that_was_never_interrupted(tmp_path, killed_after):
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -355,31 +355,3 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
         for name in ("whole", "cut")
     )
     assert whole == cut_ and sum(record["tools/calls"] for record in whole) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_call_that_leads_to_the_reward_is_learned(folder, tmp_path, seed):
-    """Two programs may be called, the answer repeats what the tool said, and only the one that the weights
-    like less earns something: the reward reaches the choice across the tool turn. (old_policy: the script's
-    grammar is no part of the policy.)"""
-
-    def say(name, prompt):
-        return [answer(last_output(prompt))] if last_output(prompt) else [call(PIXEL), call("1 + 1")]
-
-    changes = {
-        "run": {"seed": seed},
-        "objective": {"name": "grpo"},
-        "train": {"updates": 9, "old_policy": "trainer"},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0},
-        "rollout": {"group_size": 6, "prompts": 3},
-        "reward": {"name": f"{__name__}:two"},
-    }
-    made = tool_training(folder, tmp_path / "run", say, **changes)
-    assert made.train() == 0
-    scores = [record["score"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
-    assert scores[0] < 0.6 and sum(scores[-3:]) / 3 > 0.85, scores  # the first stands before any training
-
-
-def two(problem, response):
-    return float(response == "2")
