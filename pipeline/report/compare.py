@@ -112,6 +112,7 @@ class Unit:
 
     def range(self, interval: Row) -> str:
         """ "[-0.31, +1.20]"; words where nothing changed: an interval of no width would claim too much."""
+        # Equal answers do not show that no other question would be answered differently.
         if interval.get("se") == 0:
             return "[none changed]"
         return f"[{self(interval['low'], '+')}, {self(interval['high'], '+')}]"
@@ -124,6 +125,7 @@ class Unit:
 def table(result: Row, unit: Unit) -> dict[str, dict[str, str]]:
     """Column -> task -> what the terminal shows; the page has the rest."""
     columns: dict[str, dict[str, str]] = defaultdict(dict)
+    # What decides stands on the terminal: everything else would not fit its width.
     for entry in result["tasks"]:
         delta, against = entry["delta"], entry.get("difference_in_differences")
         cells = {

@@ -198,6 +198,7 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
 def show(summaries: Sequence[dict[str, Any]]) -> None:
     """A table of every task's numbers, on standard output."""
     columns: dict[str, dict[str, Any]] = {}
+    # Tasks have numbers of their own: each is a column, a number that it lacks stays empty.
     for summary in summaries:
         numbers = {name: value for name, value in summary["metrics"].items() if is_finite(value)}
         columns[summary["task"]] = numbers | {"refused (too long)": summary["refused"] or None}

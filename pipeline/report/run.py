@@ -47,6 +47,7 @@ def expert_load(train: Sequence[Record]) -> dict[str, Any]:
     tables = [record for record in train if record.get("expert_load")]
     if not tables:
         return {}
+    # The latest alone: a map over time would need a page of its own.
     latest = tables[-1]["expert_load"]
     rows = [[share * len(shares) for share in shares] for shares in latest.values()]
     # Layers may have different numbers of experts; the map is as wide as the widest.
@@ -60,6 +61,7 @@ def largest(train: Sequence[Record], key: str, relative: bool = False) -> dict[s
     found: dict[str, Series] = defaultdict(lambda: ([], []))
     for record in train:
         for layer, row in record.get(key, {}).items():
+            # A damaged row is a gap in its curve.
             if row and all(map(is_finite, row)):
                 steps, values = found[f"layer {layer}"]
                 steps.append(record["step"])

@@ -129,6 +129,7 @@ def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
         pairs, key=lambda pair: (pair[1].score - pair[0].score, pair[1].p_target - pair[0].p_target)
     )
     found: dict[str, list[Pair]] = {}
+    # What is solved both times has nothing to show.
     for title, before, after in (
         ("Changed: wrong → right", False, True),
         ("Changed: right → wrong", True, False),
@@ -159,7 +160,9 @@ def redraw(key: str, form: str, target: str, options: Mapping[str, Any]) -> PILI
     try:
         name, split, rest = key.split("/", 2)
         level, seed = rest.rsplit("/", 1)
-        problem = make_task(name, **options.get(name, {})).sample(int(seed), split, json.loads(level))  # type: ignore[arg-type]
+        # The task is made with the recipe's own options: its problems are functions of them as well.
+        task = make_task(name, **options.get(name, {}))
+        problem = task.sample(int(seed), split, json.loads(level))  # type: ignore[arg-type]
     except (DataError, OSError, TypeError, ValueError, KeyError):
         return None
     if (problem.key, problem.target) != (key, target):
