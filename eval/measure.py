@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from statistics import fmean
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -41,7 +42,7 @@ from earlyfusion.eval.measured import Measured, solved
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, ScoreRequest
+from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for, evaluating
 from earlyfusion.vision.config import VisionConfig
@@ -173,18 +174,16 @@ def questions_of(
     """The questions of one entry, all problems with each of `pictures` in turn."""
     task, drawn = held_out(entry, problems, seed)
     targets = [(*tokenizer.encode(problem.solution().text), tokenizer.eos_id) for problem in drawn]
-    longest = max(map(len, targets))
-    if entry.thought:  # a thought may be told in more words than the shortest way
-        longest = max(len(tokenizer.encode(problem.solution(True).text)) + 1 for problem in drawn)
-        longest = math.ceil(1.5 * longest)
+    lengths = [len(tokenizer.encode(problem.solution(entry.thought).text)) + 1 for problem in drawn]
+    # A thought may be told in more words than the shortest way; and a limit that the right answer does not
+    # fit into would measure the limit.
+    budget = max(max_new_tokens, math.ceil((1.5 if entry.thought else 1.0) * max(lengths)))
 
     questions = []
     for way in ("true",) if entry.form == "twin" else pictures:  # words alone hold nothing to replace
         suffix = "" if way == "true" else f"/{way}"
         for problem, target, shown in zip(drawn, targets, pictures_of(entry, drawn, way)):
             prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
-            # A limit that the right answer does not fit into would measure the limit.
-            budget = max(max_new_tokens, longest)
             questions.append(Question(entry, task, problem, prompt, target, budget, suffix))
     return questions
 
@@ -242,11 +241,6 @@ class Answer:
         """What is judged: the text, and "" where it did not end by itself."""
         return self.text if self.ended else ""
 
-    @classmethod
-    def of(cls, done: Completion) -> Answer:
-        """A sample of the engine."""
-        return cls(done.ids, done.text, done.finish_reason == "stop")
-
     def within(self, budget: int, tokenizer: Tokenizer) -> Answer:
         """This greedy answer as it is with a smaller budget."""
         if len(self.ids) <= budget:
@@ -284,31 +278,22 @@ class Asked:
         records = []
         for i, question in enumerate(self.questions):
             logps_M, entropies_M = greedy[i]
-            scores = [self._reward(question, one) for one in (self.greedy[i], self.longer[i])]
-            sampled = [self._reward(question, one) for one in self.samples[i]]
-            known = self.marks[i] is not None
-            records.append(
-                question.record(
-                    self.greedy[i].text,
-                    scores,
-                    sampled,
-                    p_target=float(target[i][0].sum().exp()) if known else 0.0,
-                    confidence=float(logps_M[self.marks[i] or 0 :].sum().exp()),
-                    entropy=float(entropies_M.mean()),
-                    ended=self.greedy[i].ended,
-                    ended_4x=self.longer[i].ended,
-                )
-            )
+            answers = [self.greedy[i], self.longer[i], *self.samples[i]]
+            rewards = [question.task.reward(question.problem, answer.judged) for answer in answers]
+            fields = {
+                "p_target": float(target[i][0].sum().exp()) if self.marks[i] is not None else 0.0,
+                "confidence": float(logps_M[self.marks[i] or 0 :].sum().exp()),
+                "entropy": float(entropies_M.mean()),
+                "ended": answers[0].ended,
+                "ended_4x": answers[1].ended,
+            }
+            records.append(question.record(answers[0].text, rewards[:2], rewards[2:], **fields))
         return records
-
-    @staticmethod
-    def _reward(question: Question, answer: Answer) -> float:
-        return question.task.reward(question.problem, answer.judged)
 
     def entropy(self, temperature: float = 1.0) -> float:
         """Mean over the problems of the mean entropy along the greedy answer, nats."""
         scored = token_log_probs(self.model, self.greedy_MD, [one.ids for one in self.greedy], temperature)
-        return sum(float(entropies.mean()) for _, entropies in scored) / len(scored)
+        return fmean(float(entropies.mean()) for _, entropies in scored)
 
     def only(self, label: str) -> Asked:
         """The part of one entry. Raises DataError for a label that was not asked."""
@@ -380,13 +365,12 @@ def ask(
     # Greedy answers with the longer limit; at the limit they are their beginnings.
     for done in _written(engine, asked.questions, LONGER, 0.0, 1):
         question = asked.questions[len(asked.longer)]
-        asked.longer.append(Answer.of(done))
-        asked.greedy.append(asked.longer[-1].within(question.budget, tokenizer))
+        asked.longer.append(done)
+        asked.greedy.append(done.within(question.budget, tokenizer))
         asked.marks.append(_mark(question, asked.greedy[-1], tokenizer))
     drawn = _written(engine, asked.questions, 1, temperature, samples) if samples else []
     for first in range(len(asked.questions)):
-        own = drawn[first * samples : (first + 1) * samples]
-        asked.samples.append([Answer.of(done) for done in own])
+        asked.samples.append(drawn[first * samples : (first + 1) * samples])
 
     _keep_states(engine, asked)
     return asked
@@ -394,14 +378,14 @@ def ask(
 
 def _written(
     engine: Engine, questions: Sequence[Question], longer: int, temperature: float, samples: int
-) -> list[Completion]:
+) -> list[Answer]:
     """The engine's answers to all questions, those of a question side by side."""
     requests = []
     for number, question in enumerate(questions):
         params = SamplingParams(longer * question.budget, temperature, n=samples)
         # The noise depends on the question, not on what else is asked or shown.
         requests.append(Request(str(number), question.prompt, params, noise=question.id))
-    return engine.generate(requests)
+    return [Answer(done.ids, done.text, done.finish_reason == "stop") for done in engine.generate(requests)]
 
 
 def _mark(question: Question, answer: Answer, tokenizer: Tokenizer) -> int | None:
@@ -469,7 +453,7 @@ class Matched:
     @property
     def p_target(self) -> float:
         """Mean probability of the target at this temperature."""
-        return sum(one.p_target for one in self.measured) / len(self.measured)
+        return fmean(one.p_target for one in self.measured)
 
 
 def match_entropy(asked: Asked, target_entropy: float) -> Matched:
@@ -494,5 +478,5 @@ def match_entropy(asked: Asked, target_entropy: float) -> Matched:
 
     # The entropy of the records: what is compared later is what was reached, not what was searched.
     measured = asked.measured(math.exp(middle))
-    entropy = sum(one.entropy for one in measured) / len(measured)
+    entropy = fmean(one.entropy for one in measured)
     return Matched(math.exp(middle), entropy, abs(entropy - target_entropy) <= 2 * CLOSE, measured)

@@ -78,17 +78,20 @@ def answer_samples(
 ) -> list[dict[str, Any]]:
     """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or
     None). A sample ends in the text that is its reference (see `prompted`)."""
-    prompts, records = [], []
-    for sample in samples:
-        *before, reference = sample.segments
-        assert isinstance(reference, Text)
-        # The reference never reaches the model.
-        prompt = Sample(before, sample.source, sample.key)
-        prompts.append(encode(prompt, tokenizer, model.config.vision, eos=False))
-        record: dict[str, Any] = {"source": sample.source, "prompt": prompt.text.strip()}
-        records.append({**record, "reference": reference.text.strip(), "picture": first_picture(prompt)})
-    for record, answer in zip(records, generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens)):
-        record["answer"] = answer.strip()
+    # The reference never reaches the model.
+    prompts = [Sample(sample.segments[:-1], sample.source, sample.key) for sample in samples]
+    encoded = [encode(prompt, tokenizer, model.config.vision, eos=False) for prompt in prompts]
+    answers = generate(model, tokenizer, encoded, max_new_tokens=max_new_tokens)
+
+    records = []
+    for sample, prompt, answer in zip(samples, prompts, answers):
+        texts = {
+            "prompt": prompt.text,
+            "answer": answer,
+            "reference": Sample(sample.segments[-1:], "", "").text,
+        }
+        record: dict[str, Any] = {name: text.strip() for name, text in texts.items()}
+        records.append({"source": sample.source, **record, "picture": first_picture(prompt)})
     return records
 
 
@@ -109,7 +112,7 @@ def first_picture(sample: Sample) -> PilImage.Image | None:
 def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
     """Write the JSON of a step and one PNG per picture; returns the JSON's path.
 
-    Pictures are saved once (the samples are fixed), under the name of their place in the list.
+    Pictures stand under the name of their place in the list (the samples are fixed).
     """
     folder = Path(run_dir) / "samples"
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +120,8 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
     for index, record in enumerate(records):
         plain = {**record, "image": None}
         if (picture := plain.pop("picture")) is not None:
-            file = folder / f"picture_{index:03d}.png"
-            plain["image"] = f"samples/{file.name}"
-            if not file.exists():
-                thumbnail(picture).save(file)
+            plain["image"] = f"samples/picture_{index:03d}.png"
+            thumbnail(picture).save(Path(run_dir) / plain["image"])
         shown.append(plain)
     return write_json(folder / f"step_{step:0{STEP_DIGITS}d}.json", {"step": step, "samples": shown})
 
@@ -157,19 +158,17 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
 
     # A mix reads the finished blocks, and the running sum of its own block where that has begun.
     width = 1 + max(len(means["text"]) - own for (_, means), own in zip(recorder.rows, recorder.has_partial))
-    blocks = [f"block {number}" for number in range(1, width - 1)]
     result: dict[str, Any] = {
         "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
-        "sources": ["embedding", *blocks, "own block"],
+        "sources": ["embedding", *(f"block {number}" for number in range(1, width - 1)), "own block"],
     }
     for kind, mask_T in masks.items():
         # A kind of token that the batch lacks has no mean.
-        if not mask_T.any():
-            continue
-        result[kind] = rows = []
-        for (_, means), own in zip(recorder.rows, recorder.has_partial):
-            # Finished sources from the left, the own block's running sum in the last column.
-            weights: list[float | None] = means[kind].tolist()
-            last = weights.pop() if own else None
-            rows.append([*weights, *[None] * (width - 1 - len(weights)), last])
+        if mask_T.any():
+            result[kind] = rows = []
+            for (_, means), own in zip(recorder.rows, recorder.has_partial):
+                # Finished sources from the left, the own block's running sum in the last column.
+                weights: list[float | None] = means[kind].tolist()
+                last = weights.pop() if own else None
+                rows.append([*weights, *[None] * (width - 1 - len(weights)), last])
     return result

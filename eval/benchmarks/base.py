@@ -45,8 +45,9 @@ class BaseTask:
     its own way.
 
     kind: "generate", "score", "rolling" or "loss": which of the model's methods answers. forms: the first is
-    the default. needs: capabilities beside the kind, such as frozenset({"image"}). new_tokens: longest answer
-    where the user names none. private: question text, options and outputs must leave no trace; records then
+    the default; scored_forms are of the kind "score". needs: capabilities beside the kind, such as
+    frozenset({"image"}). new_tokens: longest answer where the user names none. private: question text,
+    options and outputs must leave no trace; records then
     hold ids, hashes, letters and scores alone. zero_shot: worked examples are refused.
     """
 
@@ -57,12 +58,15 @@ class BaseTask:
     private = False
     zero_shot = False
     forms: tuple[str, ...] = ("",)
+    scored_forms: tuple[str, ...] = ()
     new_tokens = 64
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
         self.form = options.form or self.forms[0]
         self.new_tokens = options.max_new_tokens or self.new_tokens
+        if self.form in self.scored_forms:
+            self.kind = "score"
         if options.shots and self.zero_shot:
             raise EvalError(
                 f"{self.name}: --shots {options.shots}: all forms are zero-shot; leave --shots out"
@@ -72,6 +76,10 @@ class BaseTask:
             raise EvalError(
                 f"{self.name}: form {self.form!r} is not one of {', '.join(self.forms)}; choose with --form"
             )
+        self.setup()
+
+    def setup(self) -> None:
+        """What a task makes of its options, once."""
 
     @property
     def label(self) -> str:

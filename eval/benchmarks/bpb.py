@@ -29,7 +29,7 @@ from earlyfusion.data.prepare.read import InputOptions
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, summarize
-from earlyfusion.eval.benchmarks.heldout import All
+from earlyfusion.eval.benchmarks.heldout import every_sample
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
 
 Document = tuple[str, str]
@@ -91,8 +91,8 @@ class BitsPerByte(BaseTask):
             return
 
         # Whatever `prepare` reads, as long as every sample is text alone.
-        samples = All(str(path), "auto", InputOptions())
-        for number in range(len(samples)):
+        samples = every_sample(str(path), "auto", InputOptions())
+        for number in range(samples.count):
             try:
                 sample = samples.read(number)
             except DataError as error:  # a number that leaves documents out would be another measure

@@ -22,7 +22,7 @@ from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.data.tasks.scoring.text import first_line, normalise
 from earlyfusion.eval.benchmarks.base import benchmark, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole
-from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest, TaskOptions
+from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest
 
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
@@ -50,11 +50,8 @@ class EasyVqaTask(PictureTask):
     name = "easy_vqa"
     version = "2"  # 1 read the first word alone, also of answers that the limit cut off
     forms = ("generate", "choice")
+    scored_forms = ("choice",)
     new_tokens = 8
-
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
-        self.kind = "generate" if self.form == "generate" else "score"
 
     def data_hash(self) -> str:
         """Over the questions and the bytes of all pictures of the test split."""

@@ -53,13 +53,13 @@ class Gpqa(BaseTask):
     """One subset; see the file's head."""
 
     forms = ("cot", "lm_eval", "mcf", "cf")
+    scored_forms = ("mcf", "cf")
     private = zero_shot = True
     new_tokens = 2048
 
     def __init__(self, subset: str, options: TaskOptions) -> None:
         self.subset, self.name = subset, f"gpqa_{subset}"
         super().__init__(options)
-        self.kind = "score" if self.form in ("mcf", "cf") else "generate"
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:

@@ -10,10 +10,11 @@ samples are measured as training counts them (eval/heldout.py). Options (--set K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -30,7 +31,7 @@ from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.sources.text_files import guess_kind
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.heldout import Loss
-from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
+from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request
 from earlyfusion.eval.samples import first_picture, prompted, thumbnail
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import write_json
@@ -52,46 +53,42 @@ class HeldoutOptions(Options):
     split: str | None = None
 
 
-class All:
-    """Everything that `prepare` can read at a path, by number."""
+class Samples(NamedTuple):
+    """Samples by number: how many, the name of one without reading it, one (BadSample where it cannot be
+    read), and what tells these data from others."""
 
-    def __init__(self, path: str, form: str, options: InputOptions) -> None:
-        self.input = open_input(path, options)
-        self.options = ShardsOptions.model_validate({"format": form if form != "auto" else self.input.form})
-        self.fingerprint = self.input.fingerprint
+    count: int
+    key: Callable[[int], str]
+    read: Callable[[int], Sample]
+    fingerprint: Callable[[], object]
 
-    def __len__(self) -> int:
-        return len(self.input)
 
-    def key(self, number: int) -> str:
-        """The sample's name, without reading it."""
-        return key_of(number, self.input.origin(number))
+def every_sample(path: str, form: str, options: InputOptions) -> Samples:
+    """Everything that `prepare` can read at a path."""
+    given = open_input(path, options)
+    shards = ShardsOptions.model_validate({"format": form if form != "auto" else given.form})
 
-    def read(self, number: int) -> Sample:
-        """Raises BadSample for one that cannot be read."""
-        members = self.input.members(number)
+    def key(number: int) -> str:
+        return key_of(number, given.origin(number))
+
+    def read(number: int) -> Sample:
+        members = given.members(number)
         sizes = {name: len(data) for name, data in members.items()}
         # Read through the same door as training data, so that the loss is the one of training.
-        group = Group(self.key(number), self.input.origin(number), sizes, members.__getitem__)
-        return Sample(build(group, self.options), "heldout", self.key(number))
+        group = Group(key(number), given.origin(number), sizes, members.__getitem__)
+        return Sample(build(group, shards), "heldout", key(number))
+
+    return Samples(len(given), key, read, given.fingerprint)
 
 
-class HeldOut:
-    """What a source of a recipe holds out of the data at a path; the same face as All."""
-
-    def __init__(self, path: str, form: str, fraction: float) -> None:
-        kind = guess_kind(path, Path(path) if Path(path).exists() else None)
-        # Only shards hold several formats; every other kind knows its own.
-        options = {"format": form} if kind == "webdataset" else {}
-        config = SourceConfig(name="heldout", kind=kind, path=path, options=options)
-        source = build_source(config, val_fraction=fraction)
-        self.count, self.read, self.fingerprint = source.heldout_len(), source.heldout, source.fingerprint
-
-    def __len__(self) -> int:
-        return self.count
-
-    def key(self, number: int) -> str:
-        return f"{number:09d}"
+def held_out(path: str, form: str, fraction: float) -> Samples:
+    """What a source of a recipe holds out of the data at a path."""
+    kind = guess_kind(path, Path(path) if Path(path).exists() else None)
+    # Only shards hold several formats; every other kind knows its own.
+    options = {"format": form} if kind == "webdataset" else {}
+    config = SourceConfig(name="heldout", kind=kind, path=path, options=options)
+    source = build_source(config, val_fraction=fraction)
+    return Samples(source.heldout_len(), "{:09d}".format, source.heldout, source.fingerprint)
 
 
 @benchmark("heldout", "loss and answers on own samples: shards, folder, jsonl, ...")
@@ -102,10 +99,9 @@ class HeldoutTask(BaseTask):
     kind = "loss"
     needs = frozenset({"loss"})
 
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
+    def setup(self) -> None:
         try:
-            self.given = given = HeldoutOptions.model_validate(options.extra)
+            self.given = given = HeldoutOptions.model_validate(self.options.extra)
         except ValidationError as error:
             raise EvalError(f"heldout: {explain_options(error, HeldoutOptions)}") from None
         if given.format not in ("auto", *BUILDERS):
@@ -114,9 +110,9 @@ class HeldoutTask(BaseTask):
         path = str(self.data_path())
         if given.val_fraction is None:
             fields = given.model_dump(exclude={"val_fraction", "shown", "length", "format"})
-            self.samples: All | HeldOut = All(path, given.format, InputOptions(**fields))
+            self.samples = every_sample(path, given.format, InputOptions(**fields))
         else:
-            self.samples = HeldOut(path, given.format, given.val_fraction)
+            self.samples = held_out(path, given.format, given.val_fraction)
 
     def data_hash(self) -> str:
         """Of names, sizes and times of what is read (of the shards' checksums where they have them)."""
@@ -131,7 +127,7 @@ class HeldoutTask(BaseTask):
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""
-        count = len(self.samples)
+        count = self.samples.count
         if count == 0 or (limit is not None and limit < 1):
             raise EvalError(
                 f"heldout: {self.options.data} has no sample to ask (with this val_fraction and --limit)"
@@ -152,15 +148,12 @@ class HeldoutTask(BaseTask):
             meta["left_out"] = error.reason
             return []
         asked: list[Request] = [LossRequest(sample, self.given.length)]
-        cut = prompted(sample) if meta["shown"] else None
-        if cut is None:
-            return asked
-        try:
-            self.encode(cut)
-        except BadSample:
-            return asked
-        meta["asked"] = cut
-        return [*asked, self.generation(cut.segments[:-1], question.id, repeat)]
+        if meta["shown"] and (cut := prompted(sample)) is not None:
+            with suppress(BadSample):
+                self.encode(cut)
+                meta["asked"] = cut
+                asked.append(self.generation(cut.segments[:-1], question.id, repeat))
+        return asked
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """The sums of one sample (heldout.Loss), or why it is left out (then its score is 0 and counts
@@ -175,8 +168,8 @@ class HeldoutTask(BaseTask):
         record: Record = {"extracted": round(nats, 6), "score": -nats, "sums": asdict(loss)}
         if "asked" in meta:
             *prompt, reference = meta["asked"].segments
-            record["prompt"] = Sample(prompt, "", "").text.strip()
-            record["target"], record["number"] = reference.text.strip(), meta["number"]
+            record |= {"prompt": Sample(prompt, "", "").text.strip(), "target": reference.text.strip()}
+            record["number"] = meta["number"]
         return record
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from earlyfusion.eval.benchmarks.base import (
     spread,
     summarize,
 )
-from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request, TaskOptions
+from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request
 
 Row = dict[str, Any]
 CONTEXT, SHOTS = 4096, 5
@@ -58,12 +58,11 @@ class MmluPro(BaseTask):
 
     name = "mmlu_pro"
     forms = ("cot", "mcf", "cf")
+    scored_forms = ("mcf", "cf")
     new_tokens = 2048
 
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
-        self.kind = "generate" if self.form == "cot" else "score"
-        self.levels = int(options.extra.get("levels", 3))
+    def setup(self) -> None:
+        self.levels = int(self.options.extra.get("levels", 3))
         self.context = CONTEXT
         self.count_tokens: Callable[[str], int] = len
 

@@ -28,7 +28,7 @@ from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring.answers import LETTERS, open_match
 from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly, mean
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
-from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record, TaskOptions
+from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record
 
 _PICTURE_FIELDS = "image images img picture photo image_path video videos".split()
 _PLACEHOLDER = re.compile(r"<image (\d)>")
@@ -79,8 +79,8 @@ class MmmuTask(PictureTask):
     version = "2"
     stop: tuple[str, ...] = ()
 
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
+    def setup(self) -> None:
+        super().setup()
         # Found at once, so that a wrong --data is told before the model is read.
         self.files = data_files(self.data_path(), "*.jsonl", "*.parquet")
         self.qa = False

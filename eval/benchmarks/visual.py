@@ -68,10 +68,9 @@ class PictureTask(BaseTask):
     grey_level = GREY
     stop: tuple[str, ...] = ("\n",)
 
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
+    def setup(self) -> None:
         # Controls are on unless they are switched off: a score without them says little.
-        given = options.extra.get("views", ",".join(self.known_views))
+        given = self.options.extra.get("views", ",".join(self.known_views))
         self.views = list(dict.fromkeys(filter(None, map(str.strip, given.split(",")))))
         for view in self.views:
             if view not in self.known_views:
@@ -240,9 +239,9 @@ class TwinsTask(PictureTask):
     needs = frozenset()
     known_views = ()
 
-    def __init__(self, options: TaskOptions) -> None:
-        super().__init__(options)
-        self.parts = {name: make(options) for name, make in VISUAL.items()}
+    def setup(self) -> None:
+        super().setup()
+        self.parts = {name: make(self.options) for name, make in VISUAL.items()}
 
     def data_hash(self) -> str:
         """Over the data of all parts."""

@@ -54,22 +54,10 @@ class EngineModel(TokenModel):
     # Where chunks of the recurrent kernels end, so that results differ least from unshared reading.
     prefix_step = 64
 
-    def __init__(
-        self,
-        model: NativeFusion,
-        tokenizer: Tokenizer,
-        *,
-        name: str = "model in memory",
-        directory: Path | None = None,
-        batch_size: int = 16,
-        batch_tokens: int = 4096,
-        chat: bool = False,
-    ) -> None:
-        super().__init__(batch_size, batch_tokens)
-        self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
-        self.chat = chat
+    def __init__(self, model: NativeFusion, tokenizer: Tokenizer, **about: Any) -> None:
+        super().__init__(model, tokenizer, **about)
         # A question stands as in pretraining ("Q: ... A:"), where no chat form says otherwise.
-        self.asks_qa = not chat
+        self.asks_qa = not self.chat
         text = model.config.text
         self.begin_id = text.bos_token_id
         self.stop_ids = {text.eos_token_id, tokenizer.special_ids.get(END_OF_MSG)}

@@ -129,20 +129,8 @@ def _rounded(count: int, multiple: int) -> int:
 class HfModel(TokenModel):
     """A transformers causal LM and its tokenizer."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        name: str,
-        path: Path | None = None,
-        chat: bool = False,
-        batch_size: int = 16,
-        batch_tokens: int = 4096,
-    ) -> None:
-        super().__init__(batch_size, batch_tokens)
-        self.model, self.tokenizer, self.name, self.path = model.eval(), tokenizer, name, path
-        self.chat = chat
+    def __init__(self, model: Any, tokenizer: Any, **about: Any) -> None:
+        super().__init__(model.eval(), tokenizer, **about)
         self.device = model.device
         # A model of several parts keeps the language model's settings in a part of its own.
         config = model.config.get_text_config()
@@ -183,8 +171,8 @@ class HfModel(TokenModel):
         """Path, sha256 of the weights, class, dtype, size, versions."""
         return {
             "kind": "transformers",
-            "path": str(self.path or self.name),
-            **weights_of(self.model, self.path),
+            "path": str(self.directory or self.name),
+            **weights_of(self.model, self.directory),
             "class": type(self.model).__name__,
             "chat": self.chat,
             "transformers": transformers.__version__,
@@ -359,4 +347,4 @@ def load_hf(
         raise EvalError(f"--model hf:{given}: transformers cannot read it ({what[0]})") from None
     known = path if path.is_dir() else None
     model.to(device)  # type: ignore[arg-type]
-    return HfModel(model, tokenizer, name=path.stem or given, path=known, chat=chat, **batch)
+    return HfModel(model, tokenizer, name=path.stem or given, directory=known, chat=chat, **batch)

@@ -103,19 +103,17 @@ class EndpointModel:
 
         # Pictures can only be given in messages; not every server takes a text in parts.
         media = has_media(request.prompt)
+        path, body["prompt"] = "/completions", prompt_text(request.prompt)
         if self.chat or media:
-            content = content_parts(request.prompt) if media else prompt_text(request.prompt)
+            path, content = "/chat/completions", body.pop("prompt")
+            content = content_parts(request.prompt) if media else content
             body["messages"] = [{"role": "user", "content": content}]
-            answer = self._call("/chat/completions", body)
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""
-        else:
-            answer = self._call("/completions", body | {"prompt": prompt_text(request.prompt)})
-            choice = answer["choices"][0]
-            text = choice["text"]
+        answer = self._call(path, body)
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
 
         # Some servers leave the stop string in, and none takes more than four.
-        text, stopped = cut_at(text, request.stop)
+        text, stopped = cut_at(text or "", request.stop)
         stopped |= choice.get("finish_reason") == "stop"
         tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
         return Generation(text, int(tokens), "stop" if stopped else "length")
@@ -123,12 +121,12 @@ class EndpointModel:
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
         # Texts and not tokens go over the wire: only the server knows its tokenizer.
-        contexts = [prompt_text(request.context) for request in requests]
-        return list(self.pool.map(self._echo, contexts, [request.continuation for request in requests]))
+        pairs = [(prompt_text(request.context), request.continuation) for request in requests]
+        return list(self.pool.map(self._echo, *zip(*pairs)))
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
         """See Model; the first token is not paid for where the server gives it no probability."""
-        return list(self.pool.map(self._echo, [""] * len(requests), [request.text for request in requests]))
+        return self.loglikelihood([ScoreRequest("", request.text) for request in requests])
 
     def _echo(self, context: str, scored: str) -> LogProb:
         # Nothing is generated: the prompt itself comes back, with a log-probability for every token.
@@ -142,14 +140,12 @@ class EndpointModel:
             )
 
         # Tokens that end within the context are not asked for; the first of a text has no probability.
-        total, count, greedy = 0.0, 0, True
-        nothing = [None] * len(values)
+        score, nothing = LogProb(), [None] * len(values)
         tokens, tops = found.get("tokens") or nothing, found.get("top_logprobs") or nothing
         for value, end, token, top in zip(values, [*places[1:], len(text)], tokens, tops):
             if end > len(context) and value is not None:
-                total, count = total + value, count + 1
-                greedy &= bool(top) and max(top, key=top.get) == token
-        return LogProb(total, count, greedy)
+                score += LogProb(value, 1, bool(top) and max(top, key=top.get) == token)
+        return score
 
     def identity(self) -> dict[str, Any]:
         """Address and model name: the weights behind them are not known."""

@@ -66,11 +66,11 @@ class Context:
 class TokenModel(ABC):
     """A Model (eval/protocol.py) on top of a backend's `score` and `write`.
 
-    batch_size: most sequences at once, so that with 1 an answer does not depend on what else is asked, bit
+    name, directory: of the checkpoint. chat: prompts to continue are put as the user's message. batch_size:
+    most sequences at once, so that with 1 an answer does not depend on what else is asked, bit
     for bit; batch_tokens: most new tokens read at once (a single longer sequence still goes through).
     """
 
-    name = ""
     begin_id: int
     """The token an empty context stands for."""
     max_length: int | None = None
@@ -78,8 +78,19 @@ class TokenModel(ABC):
     prefix_step = 1
     """Shared beginnings end at whole multiples of this."""
 
-    def __init__(self, batch_size: int, batch_tokens: int) -> None:
-        self.batch_size, self.batch_tokens = batch_size, batch_tokens
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str = "model in memory",
+        directory: Path | None = None,
+        chat: bool = False,
+        batch_size: int = 16,
+        batch_tokens: int = 4096,
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
+        self.chat, self.batch_size, self.batch_tokens = chat, batch_size, batch_tokens
         self.quick = QuickEncoder(self.encode)
         self._known: tuple[Prompt | None, Piece] = (None, Piece(()))
 
@@ -262,15 +273,15 @@ def weights_of(model: torch.nn.Module, folder: Path | None) -> dict[str, Any]:
     """What was evaluated: sha256 over the weight files of a folder in the order of their names, or over names
     and values of the tensors in memory; dtype and number of parameters."""
     digest = hashlib.sha256()
-    files = sorted(folder.iterdir()) if folder else []
-    for file in files:
+    if folder is None:
+        for name, tensor in sorted(model.state_dict().items()):
+            # Names as well: swapped layers are another model.
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(name.encode() + flat.numpy().tobytes())
+    for file in sorted(folder.iterdir()) if folder else ():
         if file.suffix in (".safetensors", ".bin", ".gguf"):
             with file.open("rb") as handle:
                 hashlib.file_digest(handle, lambda: digest)
-    for name, tensor in sorted(model.state_dict().items()) if folder is None else ():
-        # Names as well: swapped layers are another model.
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     parameters = list(model.parameters())
     dtype = str(parameters[0].dtype).removeprefix("torch.")

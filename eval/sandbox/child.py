@@ -228,24 +228,24 @@ def execute(code: str, namespace: dict) -> str:
     return "" if value is None else repr(value)
 
 
-def explain(error: BaseException) -> str:
-    """ "line 3: ValueError: why", of the program's own last line."""
-    line, trace = getattr(error, "lineno", None), error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<program>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    said = str(error.msg if isinstance(error, SyntaxError) else error)[:500]
-    return f"{f'line {line}: ' if line else ''}{type(error).__name__}{': ' if said else ''}{said}"
-
-
-def reason_of(error: BaseException) -> str:
-    """One of the reasons of ProgramResult."""
+def told(error: BaseException) -> tuple[str, str]:
+    """(one of the reasons of ProgramResult, "line 3: ValueError: why", of the program's own last line)."""
+    reason = "forbidden" if isinstance(error, Forbidden) else "error"
     if isinstance(error, MemoryError):
-        return "memory"
-    if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
-        return "output_limit"
-    return "forbidden" if isinstance(error, Forbidden) else "error"
+        reason = "memory"
+    elif isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
+        reason = "output_limit"
+    try:
+        line, trace = getattr(error, "lineno", None), error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "<program>":
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        said = str(error.msg if isinstance(error, SyntaxError) else error)[:500]
+        place = f"line {line}: " if line else ""
+        return reason, str.__str__(f"{place}{type(error).__name__}{': ' if said else ''}{said}")
+    except BaseException:
+        return reason, "an error that cannot be told"
 
 
 def outcome(code: str, namespace: dict, max_chars: int) -> tuple[str, str, str]:
@@ -260,10 +260,8 @@ def outcome(code: str, namespace: dict, max_chars: int) -> tuple[str, str, str]:
             return "ok", "", ""
         return "error", "", f"SystemExit: {given if type(given) is str else repr(given):.80}"
     except BaseException as error:
-        try:
-            return reason_of(error), "", str.__str__(explain(error))
-        except BaseException:
-            return reason_of(error), "", "an error that cannot be told"
+        reason, text = told(error)
+        return reason, "", text
 
 
 def hide_tools() -> None:

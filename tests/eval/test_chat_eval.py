@@ -57,9 +57,3 @@ def test_only_what_is_said_counts(directory):
     ).ids.tolist()
     written = whole[3 + len(tokens.encode('message role="assistant"')) :]
     assert ChatStream(tokens).content(written) == "red"
-
-
-def test_the_form_can_be_chosen(directory):
-    plain = open_model(str(directory), device="cpu", chat=False)
-    assert not plain.chat and "chat" not in plain.identity()
-    assert plain.encode_prompt("Name").ids == tuple(plain.encode("Name", True))

@@ -130,10 +130,9 @@ def test_the_prompts_are_those_of_simple_evals_and_lm_eval(data):
         question = next(iter(made.questions(1)))
         request = made.requests(question, 0)[0]
         shown[form] = request.context if form == "mcf" else request.prompt
-    text, options = question.prompt, [question.choices[i] for i in permutation(question.id, 0)]
-    listed = "\n".join(f"{letter}) {option}" for letter, option in zip("ABCD", options))
-    assert shown["cot"].endswith(f"before answering.\n\n{text}\n\n{listed}")
-    listed = "".join(f"({letter}) {option}\n" for letter, option in zip("ABCD", options))
+    text, (a, b, c, d) = question.prompt, [question.choices[i] for i in permutation(question.id, 0)]
+    assert shown["cot"].endswith(f"before answering.\n\n{text}\n\nA) {a}\nB) {b}\nC) {c}\nD) {d}")
+    listed = f"(A) {a}\n(B) {b}\n(C) {c}\n(D) {d}\n"
     stem = f"What is the correct answer to this question:{text}\nChoices:\n{listed}"
     assert shown["lm_eval"] == stem + "Let's think step by step: " and shown["mcf"] == stem + "Answer:"
     assert "[" in text  # brackets are formulae and stay

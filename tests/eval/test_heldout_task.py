@@ -10,12 +10,11 @@ from eval_cases import Scripted, own_model
 from page_cases import checked
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.eval.benchmarks.base import build_task
-from earlyfusion.eval.harness import explain, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 from earlyfusion.pipeline.cli import main as cli
 from earlyfusion.pipeline.report.evaluation import show, write_pages
@@ -124,7 +123,7 @@ def test_texts_have_bits_per_byte(model, tmp_path):
 
 def test_only_what_a_recipe_holds_out_is_measured_when_its_share_is_named(shards):
     held = heldout(shards, val_fraction=0.5)
-    assert len(held.samples) == 4 and held.data_hash() != heldout(shards).data_hash()
+    assert held.samples.count == 4 and held.data_hash() != heldout(shards).data_hash()
     assert {held.samples.key(n) for n in range(4)} and not any(
         "val_fraction" in x for x in held.explain({"loss": 1.0, "tokens": 2, "n": 1})
     )
@@ -147,9 +146,6 @@ def test_bits_per_byte_reads_shards_of_text_and_refuses_pictures(model, photos, 
     for data in (shards, photos):
         with pytest.raises(EvalError, match=r"picture.*text alone; --tasks heldout"):
             task(data)
-    (tmp_path / "rows.jsonl").write_text('{"text": "a", "image": "a.png"}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl"):
-        task(tmp_path / "rows.jsonl")
     (tmp_path / "texts").mkdir()
     for number in range(3):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"the quick brown fox {number}")
@@ -164,10 +160,8 @@ def test_a_score_of_nothing_is_explained(tmp_path):
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = build_task("mmmu", TaskOptions(data=tmp_path / "own.jsonl"))
     told = lambda said: "\n".join(run_task(Scripted(lambda request: said), task).get("explained", ()))
-    parts = ("none of 4 answers is right", "read out of 100%", "'mumble' where 'A'", "chance 0.500", "--chat")
+    parts = ("read out of 100%", "'mumble' where 'A'", "chance 0.500", "--chat")
     assert all(part in told("mumble") for part in parts)
-    assert "read out of 0%" in told("B") and "right form and wrong" in told("B") and told("A") == ""
+    assert "right form and wrong" in told("B") and told("A") == ""
     task.private = True
-    assert not any(
-        "mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}])
-    )
+    assert "mumble" not in told("mumble")

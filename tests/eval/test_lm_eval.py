@@ -6,10 +6,10 @@ import json
 import pytest
 from eval_cases import MMLU_PRO, hf_folder, hf_model, mmlu_pro_folder, own_model, write_jsonl
 
-from earlyfusion.eval.benchmarks.base import choice_requests
+from earlyfusion.eval.benchmarks.base import choice_requests, score_choices
 from earlyfusion.eval.benchmarks.lm_eval import evaluate, lm_eval_model
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
-from earlyfusion.eval.protocol import EvalError, Generation, RollingRequest, ScoreRequest, TaskOptions
+from earlyfusion.eval.protocol import EvalError, Generation, RollingRequest, TaskOptions
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
 
@@ -80,22 +80,19 @@ def test_whole_texts_cost_what_lm_eval_says(folder, theirs):
 def test_a_harness_task_gives_our_numbers_on_one_of_our_directories(tmp_path, capsys):
     wrapped, words = own_model(5), "red teal blue circle fox dog lazy brown".split()
     directory = save_model(wrapped.model, wrapped.tokenizer, tmp_path / "model")
-    rows, hits, normalised = [], 0, 0
-    for n in range(8):
+    rows, records = [], []
+    for n, word in enumerate(words):
         options = [f"look {words[-n]} and {words[n - 3]}", f"ask the {words[n - 1]}"]
-        goal = f"find the {words[n]}"
-        rows.append({"goal": goal, "sol1": options[0], "sol2": options[1], "label": n % 2})
-        asked = [ScoreRequest(f"Question: {goal}\nAnswer:", f" {option}") for option in options]
-        sums = [score.sum for score in wrapped.loglikelihood(asked)]
-        per_character = [value / len(option) for value, option in zip(sums, options)]
-        hits += (sums[1] > sums[0]) == n % 2
-        normalised += (per_character[1] > per_character[0]) == n % 2
+        rows.append({"goal": f"find the {word}", "sol1": options[0], "sol2": options[1], "label": n % 2})
+        asked = choice_requests(f"Question: find the {word}\nAnswer:", [f" {option}" for option in options])
+        records.append(score_choices(options, wrapped.loglikelihood(asked), n % 2, letters=False))
     data = write_jsonl(tmp_path / "data" / "validation.jsonl", rows)
     arguments = ["--model", directory, "--harness", "lm-eval", "--tasks", "piqa", "--data", f"piqa={data}"]
     assert cli.main(["eval", *map(str, arguments), "--out", str(tmp_path / "out")]) == 0
     assert "acc_norm" in capsys.readouterr().out
     (found,) = json.loads((tmp_path / "out" / "lm_eval.json").read_text())["results"].values()
-    assert (found["acc,none"], found["acc_norm,none"]) == pytest.approx((hits / 8, normalised / 8))
+    for name, key in (("acc", "score_sum"), ("acc_norm", "score")):
+        assert found[f"{name},none"] == pytest.approx(sum(record[key] for record in records) / 8)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from eval_cases import hf_folder, mmlu_pro_folder, own_model, write_jsonl
 from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.report.evaluation import data_paths
 
 
 def main(*words):
@@ -119,10 +118,3 @@ def test_a_mistake_is_one_line_and_exit_code_two(words, said, capsys):
     assert main(*words.split()) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-
-
-def test_data_paths_are_told_apart(tmp_path):
-    strange = tmp_path / "a=b"
-    strange.mkdir()
-    named, default = data_paths(["piqa=/x/y", str(strange)])
-    assert {key: str(path) for key, path in named.items()} == {"piqa": "/x/y"} and default == strange

