@@ -139,8 +139,8 @@ def run_task(
 
 def run_settings(model: Model, task: BaseTask, limit: int | None) -> dict[str, Any]:
     """What a run is defined by; two runs with equal settings are the same measurement."""
-    settings = {"task": task.label, "version": task.version, "form": task.form, "limit": limit}
-    settings |= {"data_hash": task.data_hash(), "model": model.identity()}
+    settings: dict[str, Any] = {"task": task.label, "version": task.version, "form": task.form}
+    settings |= {"limit": limit, "data_hash": task.data_hash(), "model": model.identity()}
     for name, value in vars(task.options).items():
         # Options left alone are not written: a new option does not part old runs from new ones.
         if name not in ("data", "form") and value not in (None, {}):

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -53,7 +53,8 @@ class HeldoutOptions(Options):
     split: str | None = None
 
 
-class Samples(NamedTuple):
+@dataclass(frozen=True)
+class Samples:
     """Samples by number: how many, the name of one without reading it, one (BadSample where it cannot be
     read), and what tells these data from others."""
 
