@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from earlyfusion.kernels.attnres.naive import SubLayer
+from earlyfusion.kernels.attnres.two_phase import SubLayer
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Past

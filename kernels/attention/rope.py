@@ -13,18 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_multiple, check_shapes
-
-
-def check_qkv(qkv_T3HD: Tensor, turns_TC: Tensor) -> None:
-    """Raise ValueError unless qkv is a floating [T, 3, H, D] with even D and the turns complex [T, D / 2]."""
-    sizes = check_shapes("qkv_rope", qkv_T3HD=qkv_T3HD)
-    check_multiple("qkv_rope", "channels of a head in qkv_T3HD", sizes["D"], "numbers of a pair", 2)
-    check_shapes("qkv_rope", {"T": sizes["T"], "C": sizes["D"] // 2}, turns_TC=turns_TC)
-    if not qkv_T3HD.is_floating_point() or not turns_TC.is_complex():
-        raise ValueError(
-            f"qkv_rope: qkv_T3HD is {qkv_T3HD.dtype}, turns_TC {turns_TC.dtype}; expected floats and complex"
-        )
+from earlyfusion.kernels.checks import check_qkv
 
 
 def qkv_rope_naive(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

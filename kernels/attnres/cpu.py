@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.attnres import two_phase
-from earlyfusion.kernels.attnres.naive import Rows, SubLayer, Watch
+from earlyfusion.kernels.attnres.two_phase import Rows, SubLayer, Watch
 from earlyfusion.kernels.precision import accumulate_dtype
 
 

@@ -19,39 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
+from earlyfusion.kernels.checks import check_sources
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
 Rows = tuple[Tensor, ...]
-"""Of one shape, one for each sub-layer or source: S gradients of [T, D] are cheaper than S of [S, T, D]."""
-
-Watch = Callable[[int, Sequence[Tensor], Tensor | None], None]
-"""Called in front of every sub-layer with its place in the block, the sources and the partial sum."""
-
-
-class SubLayer(NamedTuple):
-    """Pre-norm (a module with `weight` and `eps`) and body of a sub-layer, apart from each other so that the
-    norm can be taken together with the mix."""
-
-    norm: Any
-    body: Callable[[Tensor], Tensor]
-
-    def __call__(self, h_TD: Tensor) -> Tensor:
-        return self.body(self.norm(h_TD))
-
-
-def check_sources(sources: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError unless there is a source and all are [T, D] of one shape with D = ``width``."""
-    if not sources:
-        raise ValueError("attention residual: got no sources; the embedding is always the first one")
-    for index, source in enumerate(sources):
-        known = dict(zip("TD", (len(sources[0]), width)))
-        check_shapes("attention residual", known, **{f"sources[{index}]_TD": source})
 
 
 def _scores(v_nTD: Tensor, qw_SD: Tensor, eps: float) -> Tensor:
@@ -141,10 +116,10 @@ step = partial(step_with, merge)
 
 def block(
     sources: Sequence[Tensor],
-    sublayers: Sequence[SubLayer],
+    sublayers: Sequence[Callable[[Tensor], Tensor]],
     qw_SD: Tensor,
     eps: float,
-    watch: Watch | None = None,
+    watch: Callable[[int, Sequence[Tensor], Tensor | None], None] | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
     """A block of sub-layers, each on its own mix of the sources and the sum of those before it.
 

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attnres import two_phase
-from earlyfusion.kernels.attnres.naive import SubLayer, Watch
 from earlyfusion.kernels.attnres.triton_phase1 import phase1
+from earlyfusion.kernels.attnres.two_phase import SubLayer, Watch
 from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.launch import column_tile, hardware, on_device
 from earlyfusion.kernels.precision import compute_dtype

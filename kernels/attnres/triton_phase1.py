@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attnres import two_phase
-from earlyfusion.kernels.attnres.naive import Rows, check_sources
-from earlyfusion.kernels.checks import check_shapes, check_tensors
+from earlyfusion.kernels.attnres.two_phase import Rows
+from earlyfusion.kernels.checks import check_shapes, check_sources, check_tensors
 from earlyfusion.kernels.launch import column_tile, hardware, on_device, power_of_two
 
 # Sources are separate tensors: stacking them would cost a pass over all of them per block.

@@ -15,17 +15,35 @@ Legend: n sources, S sub-layers (queries), T tokens, R tokens of a tile, D hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.attnres import naive
-from earlyfusion.kernels.attnres.naive import Rows, SubLayer, Watch, check_sources
+from earlyfusion.kernels.checks import check_sources
 from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
+
+Rows = tuple[Tensor, ...]
+"""Of one shape, one for each sub-layer or source: S gradients of [T, D] are cheaper than S of [S, T, D]."""
+
+Watch = Callable[[int, Sequence[Tensor], Tensor | None], None]
+"""Called in front of every sub-layer with its place in the block, the sources and the partial sum."""
+
+
+class SubLayer(NamedTuple):
+    """Pre-norm (a module with `weight` and `eps`) and body of a sub-layer, apart from each other so that the
+    norm can be taken together with the mix."""
+
+    norm: Any
+    body: Callable[[Tensor], Tensor]
+
+    def __call__(self, h_TD: Tensor) -> Tensor:
+        return self.body(self.norm(h_TD))
+
 
 # Found by measuring; a tile stays in the cache for both products.
 CPU_TILE = 1024  # rows: n + 2S float32 tiles of width 128 stay in a few MB of cache

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
+from earlyfusion.kernels.checks import check_conv
 from earlyfusion.kernels.kda.gate import wide_dtype
 from earlyfusion.kernels.segments import Segments
 
@@ -191,15 +191,6 @@ def final_taps(x_TC: Tensor, taps_NCW1: Tensor | None, segments: Segments, width
 
     reads = segments.cached(("kda.conv.taps", width, str(x_TC.device)), build)
     return _windows(x_TC, taps_NCW1, reads, x_TC.dtype).transpose(1, 2)
-
-
-def check_conv(x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments) -> None:
-    """ValueError naming the argument whose shape does not fit."""
-    sizes = check_shapes("short_conv", {"T": segments.total}, x_TC=x_TC, weight_CW=weight_CW)
-    if sizes["W"] < 2:
-        raise ValueError(f"short_conv: weight_CW is {tuple(weight_CW.shape)}; expected at least W = 2 taps")
-    known = {"N": segments.num, "C": sizes["C"], "P": sizes["W"] - 1}
-    check_shapes("short_conv", known, initial_taps_NCP=taps_NCW1)
 
 
 def short_conv(

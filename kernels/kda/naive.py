@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
-from earlyfusion.kernels.kda.checks import Inputs, check_kda
+from earlyfusion.kernels.checks import Inputs, check_kda, check_shapes
 from earlyfusion.kernels.kda.gate import log_decay, wide_dtype
 from earlyfusion.kernels.precision import without_autocast
 from earlyfusion.kernels.segments import Segments

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.kda.checks import Inputs, check_kda
+from earlyfusion.kernels.checks import Inputs, check_kda
 from earlyfusion.kernels.kda.gate import log_decay, wide_dtype
 from earlyfusion.kernels.kda.naive import l2_normalize
 from earlyfusion.kernels.precision import accumulate_dtype, without_autocast

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.loss.naive import IGNORE, check_loss, check_temperature
+from earlyfusion.kernels.checks import check_loss, check_temperature
+from earlyfusion.kernels.loss.naive import IGNORE
 from earlyfusion.kernels.precision import (
     accumulate_dtype,
     compute_dtype,

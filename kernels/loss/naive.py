@@ -13,22 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes, check_tensors
+from earlyfusion.kernels.checks import check_loss, check_temperature
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
 IGNORE = -100  # the label of a position without a loss, as in torch.nn.functional.cross_entropy
-
-
-def check_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_weights_T: Tensor) -> None:
-    """Raise ValueError unless shapes and dtypes belong together."""
-    check_shapes(
-        "linear_cross_entropy",
-        h_TD=h_TD,
-        weight_VD=weight_VD,
-        labels_T=labels_T,
-        loss_weights_T=loss_weights_T,
-    )
-    check_tensors("linear_cross_entropy", labels_T, (torch.int64,), "any", labels_T=labels_T)
 
 
 def _logits(h_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -89,9 +77,3 @@ def token_log_probs(
     picked_T = logp_TV.gather(1, labels_T.where(counted_T, 0)[:, None])[:, 0]
     entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=-1).detach()
     return torch.where(counted_T, picked_T, 0.0), torch.where(counted_T, entropy_T, 0.0)
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError unless the temperature is positive."""
-    if not temperature > 0:
-        raise ValueError(f"token_log_probs: temperature is {temperature}; expected a positive number")

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.moe.naive import check_experts
+from earlyfusion.kernels.checks import check_experts
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.products import product, product_over_rows
 

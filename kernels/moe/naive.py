@@ -13,24 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
+from earlyfusion.kernels.checks import check_experts
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
-
-
-def check_experts(
-    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
-) -> None:
-    """Raise ValueError unless the shapes belong together."""
-    sizes = check_shapes(
-        "moe_experts",
-        x_TD=x_TD,
-        expert_ids_TJ=expert_ids_TJ,
-        weights_TJ=weights_TJ,
-        gate_up_ECD=gate_up_ECD,
-        down_EDF=down_EDF,
-    )
-    if sizes["C"] != 2 * sizes["F"]:
-        raise ValueError(f"moe_experts: gate_up_ECD has C = {sizes['C']} ; expected 2 F, gate rows first")
 
 
 def moe_experts(

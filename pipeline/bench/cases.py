@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.attnres.naive import SubLayer
+from earlyfusion.kernels.attnres.two_phase import SubLayer
 from earlyfusion.kernels.dispatch import REGISTRY, load
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of

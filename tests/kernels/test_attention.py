@@ -10,9 +10,9 @@ from cases import Form, forms, needs_interpreter, poisoned_empties, randn, relat
 
 from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention import naive, varlen
-from earlyfusion.kernels.attention.buckets import buckets
 from earlyfusion.kernels.attention.triton import flash
 from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
+from earlyfusion.kernels.attention.varlen import buckets
 from earlyfusion.kernels.segments import Segments
 
 EXACT = Form(varlen, torch.float64, 1e-12)  # the same sums in another order

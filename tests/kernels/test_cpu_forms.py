@@ -8,7 +8,7 @@ import torch
 from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.attnres import cpu as attnres_cpu
 from earlyfusion.kernels.attnres import naive as attnres_naive
-from earlyfusion.kernels.attnres.naive import SubLayer
+from earlyfusion.kernels.attnres.two_phase import SubLayer
 from earlyfusion.kernels.moe import cpu as moe_cpu
 from earlyfusion.kernels.moe import naive as moe_naive
 

@@ -26,8 +26,7 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attention import naive, varlen
-from earlyfusion.kernels.attention.naive import check_append, check_attention
-from earlyfusion.kernels.checks import FLOATS, check_tensors
+from earlyfusion.kernels.checks import FLOATS, check_append, check_attention, check_tensors
 from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.attention.rope import check_qkv
 from earlyfusion.kernels.attention.triton.flash import split_dim
-from earlyfusion.kernels.checks import check_tensors
+from earlyfusion.kernels.checks import check_qkv, check_tensors
 from earlyfusion.kernels.launch import on_device
 
 ROWS = 16

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.checks import FLOATS, check_tensors
+from earlyfusion.kernels.checks import FLOATS, check_conv, check_tensors
 from earlyfusion.kernels.kda import conv
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import Segments
@@ -161,7 +161,7 @@ def short_conv(
             fewer than 2 taps, or tokens that do not fit the segments.
     """
     taps = initial_taps_NCW1
-    conv.check_conv(x_TC, weight_CW, taps, segments)
+    check_conv(x_TC, weight_CW, taps, segments)
     check_tensors("short_conv", x_TC, FLOATS, "rows", x=x_TC, weight=weight_CW, initial_taps=taps)
     trains = torch.is_grad_enabled() and (x_TC.requires_grad or weight_CW.requires_grad)
     if segments.total == 0 or (taps is not None and (trains or taps.requires_grad)):

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import FLOATS, check_shapes, check_tensors
-from earlyfusion.kernels.kda.checks import Inputs, check_kda
+from earlyfusion.kernels.checks import FLOATS, Inputs, check_kda, check_shapes, check_tensors
 from earlyfusion.kernels.kda.gate import check_lower_bound
 from earlyfusion.kernels.kda.triton.grad import chunk_gradients
 from earlyfusion.kernels.kda.triton.plan import (
