@@ -379,31 +379,13 @@ def current(device):
 
 def _patch_cuda():
     cuda = torch.cuda
-    answers = dict(
-        is_available=True,
-        device_count=1,
-        current_device=0,
-        is_initialized=True,
-        get_device_capability=(9, 0),
-        get_device_name=Properties.name,
-        get_device_properties=Properties,
-        synchronize=None,
-        memory_allocated=0,
-        max_memory_allocated=0,
-        memory_reserved=0,
-        max_memory_reserved=0,
-        reset_peak_memory_stats=None,
-        empty_cache=None,
-        mem_get_info=(2**37, 2**37),
-        manual_seed=None,
-        manual_seed_all=None,
-        set_device=None,
-        init=None,
-        _lazy_init=None,
-        is_bf16_supported=True,
-        set_rng_state=None,
-        is_current_stream_capturing=False,
-    )
+    answers = {"is_available": True, "is_initialized": True, "is_bf16_supported": True, "device_count": 1}
+    answers |= {"get_device_capability": (9, 0), "get_device_name": Properties.name}
+    answers |= {"get_device_properties": Properties, "mem_get_info": (2**37, 2**37)}
+    zero = "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    answers |= dict.fromkeys(zero.split(), 0) | {"is_current_stream_capturing": False}
+    nothing = "synchronize reset_peak_memory_stats empty_cache manual_seed manual_seed_all set_device init"
+    answers |= dict.fromkeys(f"{nothing} _lazy_init set_rng_state".split())
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
     cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8)

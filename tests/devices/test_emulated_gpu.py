@@ -34,20 +34,9 @@ def emulated(tmp_path_factory):
     library = tmp_path_factory.mktemp("guard") / "device_guard.so"
     libraries = Path(torch.__file__).parent / "lib"
     includes = [f"-I{path}" for path in [*include_paths(), sysconfig.get_paths()["include"]]]
-    command = [
-        COMPILER,
-        "-std=c++20",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        *includes,
-        str(HERE / "device_guard.cpp"),
-        "-o",
-        str(library),
-        f"-L{libraries}",
-        "-lc10",
-        "-ltorch_cpu",
-    ]
+    flags, linked = "-std=c++20 -O0 -shared -fPIC".split(), "-lc10 -ltorch_cpu".split()
+    source = str(HERE / "device_guard.cpp")
+    command = [COMPILER, *flags, *includes, source, "-o", str(library), f"-L{libraries}", *linked]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"device_guard.cpp does not compile against this torch: {done.stderr.strip()[-300:]}")
@@ -85,49 +74,25 @@ def test_pretraining(emulated, tmp_path):
             "pipeline/step.py:forward_backward": steps,  # the sums of the step
             "pipeline/update.py:update": steps,  # the norm of the gradient, for the guard
         }
-        layers = {
-            place: times
-            for place, times in waits(found, "forward").items()
-            if place.startswith("kernels/loss") or place.endswith(":max_logit")
-        }
-        gate = (
-            {"kernels/attention/max_logit.py:max_logit": steps} if kernels == "torch" else {}
-        )  # one MLA layer
-        assert layers == {"kernels/loss/chunked_ce.py:forward": steps, **gate}
-    expected = {
-        "prep",
-        "forward_scan",
-        "dual_scan",
-        "chunk_gradients",
-        "conv_forward",
-        "conv_backward",
-        "phase1_forward",
-        "phase1_backward",
-        "query_gradient",
-        "merge_forward",
-        "merge_backward",
-        "flash_forward",
-        "flash_backward_keys",
-        "flash_backward_queries",
-        "largest_logits",
-        "gate_up_swiglu",
-        "grouped_product",
-        "grouped_outer",
-        "combine",
-        "row_statistics",
-        "row_gradient",
-        "rope_forward",
-        "rope_backward",
-    }
-    assert expected <= set(dry["launches"]) and not gpu["launches"] and not dry["unguarded"]
+        # Which rows have a loss; and in torch the gate of the largest logit of the one MLA layer.
+        layers = {"kernels/loss/chunked_ce.py:_split": steps}
+        if kernels == "torch":
+            layers["kernels/attention/max_logit.py:max_logit"] = steps
+        for place, times in waits(found, "forward").items():
+            if place.startswith("kernels/loss") or place.endswith(":max_logit"):
+                assert layers.pop(place) == times
+        assert not layers
+    expected = """
+        prep forward_scan dual_scan chunk_gradients conv_forward conv_backward phase1_forward phase1_backward
+        query_gradient merge_forward merge_backward flash_forward flash_backward_keys flash_backward_queries
+        largest_logits gate_up_swiglu grouped_product grouped_outer combine row_statistics row_gradient rope
+    """
+    assert set(expected.split()) <= set(dry["launches"]) and not gpu["launches"] and not dry["unguarded"]
 
 
 def test_the_engine_and_its_graphs(emulated, tmp_path):
-    cpu, gpu, dry = (
-        on_the_cpu("engine", tmp_path),
-        emulated("engine", tmp_path),
-        emulated("engine", tmp_path, dry=True),
-    )
+    cpu, gpu = on_the_cpu("engine", tmp_path), emulated("engine", tmp_path)
+    dry = emulated("engine", tmp_path, dry=True)
     for name in ("float32", "bfloat16"):
         assert gpu[name]["ids"] == cpu[name]["ids"] and len(cpu[name]["ids"]) == 9
         assert dry[name]["graphs"] > 0
@@ -145,10 +110,8 @@ def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path
     promised: keys are expanded by products of other shapes, and plain torch absorbs them."""
     found = emulated("layers", tmp_path, kernels=kernels)
     assert found["whole"] < 2e-2  # a bfloat16 layer: projections, keys and values rounded to 8 bits
-    limit = (
-        2**-10 if kernels == "auto" else 5e-3
-    )  # rounded logits: 5.7e-3; absorbed queries are rounded once more
-    assert found["pages"] < limit, found
+    # Rounded logits would be 5.7e-3 off; in plain torch absorbed queries are rounded once more.
+    assert found["pages"] < {"auto": 2**-10, "torch": 5e-3}[kernels], found
     launched = found["launches"]
     if kernels == "auto":
         # the whole prompt, a fresh first chunk, and one launch per later chunk

@@ -12,7 +12,6 @@ from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention import naive, varlen
 from earlyfusion.kernels.attention.triton import flash
 from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
-from earlyfusion.kernels.attention.varlen import buckets
 from earlyfusion.kernels.segments import Segments
 
 EXACT = Form(varlen, torch.float64, 1e-12)  # the same sums in another order
@@ -175,12 +174,6 @@ def test_very_long_document_is_tiled_without_changing_the_result(monkeypatch):
     monkeypatch.setattr(varlen, "CAUSAL_ROWS", 7)
     for causal in (True, False):
         compare(EXACT, (90, 300, 90), (2, 1, 8, 8), causal)
-
-
-def test_equal_adjacent_documents_are_batched_without_a_copy():
-    (bucket,) = buckets(Segments((64,) * 8), torch.device("cpu"))
-    x = torch.randn(512, 2, 4)
-    assert bucket.pad(x).data_ptr() == x.data_ptr() and bucket.key_bias(x.dtype) is None
 
 
 # Triton's own: strides, new tokens after earlier keys, which kernel is taken.

@@ -13,7 +13,6 @@ from earlyfusion.kernels.attention import naive as attention_naive
 from earlyfusion.kernels.dispatch import REGISTRY, load, resolve
 from earlyfusion.kernels.kda import naive as kda_naive
 from earlyfusion.kernels.muon import naive as muon_naive
-from earlyfusion.kernels.muon import triton_symmetric
 from earlyfusion.kernels.muon.newton_schulz import prefers_gram
 from earlyfusion.kernels.segments import Segments
 
@@ -251,23 +250,6 @@ def test_a_label_outside_the_vocabulary_gives_nan_not_a_fault():
         _, nll = resolve("linear_cross_entropy", device())(h, weight, labels, torch.ones_like(ones))
     torch.cuda.synchronize()
     assert nll[4].isnan() and nll[[0, 1, 2, 3, 5, 6, 7]].isfinite().all()
-
-
-def test_without_a_counted_position_there_is_no_loss_and_no_gradient():
-    leaves, labels, ones = loss_case(8, 64, 100)
-    leaves = [x.requires_grad_() for x in leaves]
-    loss, _ = resolve("linear_cross_entropy", device())(*leaves, torch.full_like(labels, -100), ones)
-    assert all(not value.any() for value in (loss, *torch.autograd.grad(loss, leaves)))
-
-
-@pytest.mark.parametrize("shape", [(4, 300, 700), (1, 513, 513), (2, 1024, 2304)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_symmetric_product(shape, dtype):
-    X = randn(*shape, dtype=dtype) / shape[2] ** 0.5
-    plain = triton_symmetric.symmetric_product(X)
-    assert torch.equal(plain, plain.mT) and distance(plain, X.double() @ X.double().mT) < BF16
-    both = triton_symmetric.symmetric_product(plain, -2.0, 0.5)
-    assert distance(both, 0.5 * plain.double() @ plain.double() - 2 * plain.double()) < BF16
 
 
 @pytest.mark.parametrize("shape", [(8, 512, 1152), (1, 768, 768), (3, 900, 300)])

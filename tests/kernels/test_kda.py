@@ -154,25 +154,6 @@ def test_a_packed_document_does_not_leak_a_single_bit(form):
 
 
 @BOTH
-def test_packed_documents_equal_separate_documents(form):
-    """Bit for bit in Triton; in torch, whose products depend on the row's length, up to rounding."""
-    lengths = (1, 20, 33, 1, 17)
-    segments, tensors, bound = inputs(lengths, seed=11, regime="init", **SMALL)
-    leaves = cast(tensors, form.dtype)
-    together = results(form.op, leaves, segments, bound)["o"]
-    for start, length in zip(segments.offsets, lengths):
-        alone, _ = call(
-            form.op,
-            [*(x[start : start + length] for x in leaves[:5]), *leaves[5:]],
-            Segments((length,)),
-            bound,
-        )
-        if form is TRITON:
-            assert torch.equal(together[start : start + length], alone)
-        assert relative_error(alone, together[start : start + length]) < form.error
-
-
-@BOTH
 @pytest.mark.parametrize("cut", [1, 16, 31, 50])
 def test_a_document_cut_in_two_continues_through_its_state(form, cut):
     segments, tensors, bound = inputs((70,), seed=9, states=True, **SMALL)

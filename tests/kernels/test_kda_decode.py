@@ -70,16 +70,6 @@ def test_prefill_then_decode_equals_the_whole(lower_bound):
     assert torch.equal(cache.state_SGVK[[0, 2]], untouched), "other slots stay as they are"
 
 
-def test_decoding_from_nothing_equals_the_whole():
-    layer = Layer((6,), seed=2)
-    whole, final, _ = layer.run((6,))
-    cache = layer.cache(slots=1)
-    for t in range(6):
-        o = layer.new(cache, [0], [t])
-        assert relative_error(o[0], whole[0][t]) < FP32
-    assert relative_error(cache.state_SGVK.transpose(2, 3), final) < FP32
-
-
 @pytest.mark.parametrize("padding", [-1, 7])
 def test_padded_sequences_touch_nothing(padding):
     layer = Layer((8, 8), seed=5)

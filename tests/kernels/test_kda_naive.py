@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from cases import refused
 from kda_cases import REGIMES, call, cast, gate_inputs, inputs
 
 from earlyfusion.kernels.kda import gate as gate_form
@@ -115,20 +114,3 @@ def test_a_saturated_bounded_gate_with_a_huge_rate_has_finite_gradients():
     gradients = gate_form.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert gradients[0][0, 0, :2].tolist() == [0.0, 0.0]
-
-
-def test_wrong_bounds_and_shapes_are_refused():
-    segments, tensors, _ = inputs((4,), heads=2)
-    q, k, v, f, b, *gate = tensors
-    run = lambda *rows: naive.kda(*rows, *gate, segments)
-    refused(
-        {
-            "negative number": lambda: gate_form.log_decay(*(torch.zeros(1, 1),) * 3, 5.0),
-            "f_TGK is .*G = 1": lambda: run(q, k, v[:, :1], f, b),
-            "value heads for 2 query heads": lambda: naive.kda(
-                q, k, *(x[:, :1] for x in (v, f, b)), *(x[:1] for x in gate), segments
-            ),
-            r"f_TGK is .*expected \[T, G, K\] with T = 4": lambda: run(q, k, v, f[..., :3], b),
-            "T = 4": lambda: run(*(x[:3] for x in (q, k, v, f, b))),
-        }
-    )
