@@ -158,7 +158,7 @@ class MlaPages:
         if plan.places_T is None:
             # Padding rows would attend to page 0 and cost as much as real ones.
             live = slice(0, plan.live)
-            mixed_NHR, _ = resolve("mla_decode", query_THR)(
+            mixed_NHR = resolve("mla_decode", query_THR)(
                 query_THR[live].contiguous(),
                 self.pages_PSR,
                 plan.pages_NP[live].contiguous(),
@@ -177,7 +177,7 @@ class MlaPages:
         last_NX1 = plan.last_NW.repeat_interleave(heads, dim=1).unsqueeze(-1)
         length = plan.pages_NP.shape[1] * self.pages_PSR.shape[1]
         keys = pages_of(self.pages_PSR, plan.pages_NP)
-        mixed_NXR, _ = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale)
+        mixed_NXR = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale)
         return mixed_NXR.view(-1, heads, rank).index_select(0, plan.places_T)
 
 

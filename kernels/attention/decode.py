@@ -36,14 +36,13 @@ def check_decode(
 
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The definition, gathered and masked; also the plain torch form (a step has one row a sequence).
 
     Args:
         lengths_B: cached tokens of every sequence, the newest included; 0 for an idle slot.
     Returns:
-        ``(mixed_BHr, lse_BH)``: mixed latents in the query's dtype (zeros for an idle slot), natural-log
-        normaliser in float32 (float64 for float64; -inf for an idle slot).
+        mixed_BHr: mixed latents in the query's dtype (zeros for an idle slot).
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
@@ -56,6 +55,6 @@ def mla_decode(
     rows_BLR = rows_BLR.masked_fill(hidden_BL[..., None], 0.0)
     logits_BHL = torch.einsum("bhr,blr->bhl", query_BHR.to(wide), rows_BLR) * scale
     logits_BHL = logits_BHL.masked_fill(hidden_BL[:, None], float("-inf"))
-    lse_BH = logits_BHL.logsumexp(dim=-1)
-    p_BHL = torch.where(hidden_BL[:, None], 0.0, torch.exp(logits_BHL - lse_BH[..., None]))
-    return torch.einsum("bhl,blr->bhr", p_BHL, rows_BLR[..., :rank]).to(query_BHR.dtype), lse_BH
+    # The softmax of an idle slot is that of nothing.
+    p_BHL = torch.where(hidden_BL[:, None], 0.0, logits_BHL.softmax(dim=-1))
+    return torch.einsum("bhl,blr->bhr", p_BHL, rows_BLR[..., :rank]).to(query_BHR.dtype)

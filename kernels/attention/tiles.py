@@ -46,12 +46,11 @@ def attend_in_tiles(
     keys: Callable[[int, int], Tensor],
     rank: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Softmax attention over `tiles(length)`.
 
     last_NX1: last position each query may see, none before 0. keys(start, stop): latents [N, stop - start,
-    R], any finite numbers past the end. -> mixed [N, X, rank] in the dtype of the query, log of the
-    normaliser [N, X, 1].
+    R], any finite numbers past the end. -> mixed [N, X, rank] in the dtype of the query.
     """
     wide = accumulate_dtype(query_NXR.dtype)
     top = total = mixed = None
@@ -78,8 +77,8 @@ def attend_in_tiles(
             shrink = (top - new_top).expand(-1, -1, 32).contiguous().exp_()[..., :1]
             total, mixed = total.mul_(shrink).add_(mass), mixed.mul_(shrink).add_(part)
         top = new_top
-    assert mixed is not None and total is not None and top is not None
-    return mixed.div_(total).to(query_NXR.dtype), total.log().add_(top)
+    assert mixed is not None and total is not None
+    return mixed.div_(total).to(query_NXR.dtype)
 
 
 def pages_of(pages_PSR: Tensor, table_BN: Tensor) -> Callable[[int, int], Tensor]:
@@ -99,7 +98,7 @@ def pages_of(pages_PSR: Tensor, table_BN: Tensor) -> Callable[[int, int], Tensor
 
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. Raises ValueError also for a page size
     that does not divide FIRST_TILE."""
     check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
@@ -110,5 +109,5 @@ def mla_decode(
     idle_B11 = (lengths_B == 0)[:, None, None]
     last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
     keys = pages_of(pages_PSR, table_BN)
-    mixed, lse = attend_in_tiles(query_BHR, last_B11, table_BN.shape[1] * size, keys, rank, scale)
-    return mixed.masked_fill(idle_B11, 0.0), lse.masked_fill(idle_B11, float("-inf")).squeeze(-1)
+    mixed_BHr = attend_in_tiles(query_BHR, last_B11, table_BN.shape[1] * size, keys, rank, scale)
+    return mixed_BHr.masked_fill(idle_B11, 0.0)

@@ -12,6 +12,7 @@ rows (tokens with fewer than W - 1 predecessors in their document).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
@@ -26,64 +27,59 @@ from earlyfusion.kernels.segments import Segments
 _BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: measured best among 16 KiB to 8 MiB on a CPU core
 
 
-# Both indices are always valid, so that a gather never reads outside; `inside` says which of the two
-# counts.
-class _Reads(NamedTuple):
-    """Where windows of inputs come from: a row of x, or, outside the document, a row of the initial taps laid
-    out as [N * (W - 1), C]. Where one of the two is not meant, its index is some valid row."""
+class _Windows(NamedTuple):
+    """Rows of outputs and where the inputs that each reads come from: a row of x, or, outside the document, a
+    row of the initial taps laid out as [N * (W - 1), C]."""
 
+    rows_E: Tensor
+    # Both indices are always valid, so that a gather never reads outside; `inside` says which of the two
+    # counts.
     inside_EW1: Tensor
     x_EW: Tensor
     tap_EW: Tensor
+    rows: list[int]  # rows_E on the host
+
+    def read(self, x_TC: Tensor, taps_NCW1: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[E, W, C]."""
+        windows_EWC = x_TC[self.x_EW].to(dtype)
+        if taps_NCW1 is None:
+            # Filled, not multiplied by zero: a neighbour's NaN must not come through.
+            return windows_EWC.masked_fill_(~self.inside_EW1, 0.0)
+        taps_RC = taps_NCW1.transpose(1, 2).reshape(-1, x_TC.shape[1])
+        return torch.where(self.inside_EW1, windows_EWC, taps_RC[self.tap_EW].to(dtype))
 
 
-def _reads(segments: Segments, document_E: Tensor, place_EW: Tensor, width: int) -> _Reads:
-    """place_EW: positions inside the document, negative ones stand before it."""
-    start_E1 = torch.tensor(segments.offsets, dtype=torch.int64)[document_E].unsqueeze(1)
-    before_EW = (place_EW + width - 1).clamp(max=width - 2)
-    tap_EW = document_E.unsqueeze(1) * (width - 1) + before_EW
-    return _Reads((place_EW >= 0).unsqueeze(2), start_E1 + place_EW.clamp(min=0), tap_EW)
+def _windows(segments: Segments, width: int, ends: bool, device: torch.device) -> _Windows:
+    """Of the edge rows, W inputs each; ends: of the tokens after the documents, W - 1 inputs before each."""
+
+    def build() -> _Windows:
+        starts = torch.tensor(segments.offsets, dtype=torch.int64)
+        if ends:
+            # Where a document is shorter than the taps, the rest comes from its own initial taps.
+            document_E, rows_E, reach = torch.arange(segments.num), starts[1:], torch.arange(width - 1)
+            place_E = starts.diff()
+        else:
+            position_T, reach = segments.position().long(), torch.arange(width)
+            rows_E = (position_T < width - 1).nonzero().view(-1)
+            document_E, place_E = segments.ids().long()[rows_E], position_T[rows_E]
+        # Places inside the document; negative ones stand before it.
+        place_EW = place_E.unsqueeze(1) + reach - (width - 1)
+        tap_EW = document_E.unsqueeze(1) * (width - 1) + (place_EW + width - 1).clamp(max=width - 2)
+        x_EW = starts[document_E].unsqueeze(1) + place_EW.clamp(min=0)
+        plan = rows_E, (place_EW >= 0).unsqueeze(2), x_EW, tap_EW
+        return _Windows._make([*(x.to(device) for x in plan), rows_E.tolist()])
+
+    return segments.cached(("kda.conv", width, ends, str(device)), build)
 
 
-class _Edges(NamedTuple):
-    """The edge rows and what they read."""
-
-    rows_E: Tensor
-    reads: _Reads
-    blocks: list[tuple[int, int, Tensor]]  # first row, last row + 1, edge rows inside, counted from the first
-
-
-def _edges(segments: Segments, width: int, block: int, device: torch.device) -> _Edges:
-    def build() -> _Edges:
-        position_T = segments.position().long()
-        rows_E = (position_T < width - 1).nonzero().view(-1)
-        place_EW = position_T[rows_E].unsqueeze(1) + torch.arange(width) - (width - 1)
-        reads = _reads(segments, segments.ids().long()[rows_E], place_EW, width)
-        blocks = []
-        for first in range(0, segments.total, block):
-            last = min(first + block, segments.total)
-            inside = rows_E[(rows_E >= first) & (rows_E < last)] - first
-            blocks.append((first, last, inside.to(device)))
-        return _Edges(rows_E.to(device), _Reads(*(x.to(device) for x in reads)), blocks)
-
-    return segments.cached(("kda.conv.edges", width, block, str(device)), build)
-
-
-def _block_rows(x_TC: Tensor) -> int:
+def _blocks(x_TC: Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Rows of a block, and (first, last + 1) of every block."""
+    tokens, channels = x_TC.shape
     # On a GPU there is no cache to stay in.
-    if x_TC.device.type != "cpu":
-        return max(x_TC.shape[0], 1)
-    return max(_BLOCK_ELEMENTS // max(x_TC.shape[1], 1), 16)
-
-
-def _windows(x_TC: Tensor, taps_NCW1: Tensor | None, reads: _Reads, dtype: torch.dtype) -> Tensor:
-    """Inputs of the rows that read so, [E, W, C]."""
-    windows_EWC = x_TC[reads.x_EW].to(dtype)
-    if taps_NCW1 is None:
-        # Filled, not multiplied by zero: a neighbour's NaN must not come through.
-        return windows_EWC.masked_fill_(~reads.inside_EW1, 0.0)
-    taps_RC = taps_NCW1.transpose(1, 2).reshape(-1, x_TC.shape[1])
-    return torch.where(reads.inside_EW1, windows_EWC, taps_RC[reads.tap_EW].to(dtype))
+    rows = max(tokens, 1)
+    if x_TC.device.type == "cpu":
+        rows = min(rows, max(_BLOCK_ELEMENTS // max(channels, 1), 16))
+    return rows, [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
 
 
 def _pass(x_RC: Tensor, weight_WC: Tensor, first: int, last: int, out_RC: Tensor) -> Tensor:
@@ -106,25 +102,25 @@ def _pass(x_RC: Tensor, weight_WC: Tensor, first: int, last: int, out_RC: Tensor
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments, block: int
+        ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments
     ) -> Tensor:
         dtype = wide_dtype(x_TC, weight_CW)
         width = weight_CW.shape[1]
         weight_WC = weight_CW.to(dtype).t().contiguous()
-        edges = _edges(segments, width, block, x_TC.device)
+        edges, (rows, blocks) = _windows(segments, width, False, x_TC.device), _blocks(x_TC)
         y_TC = torch.empty_like(x_TC)
-        z_RC = torch.empty(min(block, x_TC.shape[0]), x_TC.shape[1], dtype=dtype, device=x_TC.device)
-        for first, last, _ in edges.blocks:
+        z_RC = x_TC.new_empty(rows, x_TC.shape[1], dtype=dtype)
+        for first, last in blocks:
             z = z_RC[: last - first]
             _pass(x_TC, weight_WC, first, last, z)
             y_TC[first:last] = F.silu(z, inplace=True)
-        if edges.rows_E.numel():
-            z_EC = (_windows(x_TC, taps_NCW1, edges.reads, dtype) * weight_WC).sum(1)
+        if edges.rows:
+            z_EC = (edges.read(x_TC, taps_NCW1, dtype) * weight_WC).sum(1)
             # The pass has read over document borders for these rows: they are written again.
             y_TC.index_copy_(0, edges.rows_E, F.silu(z_EC).to(y_TC.dtype))
         # The pre-activation is computed again: half the memory for a few multiply-adds.
         ctx.save_for_backward(x_TC, weight_CW, taps_NCW1)
-        ctx.segments, ctx.block = segments, block
+        ctx.segments = segments
         return y_TC
 
     @staticmethod
@@ -133,22 +129,22 @@ class _ShortConv(torch.autograd.Function):
         dtype = wide_dtype(x_TC, weight_CW)
         channels, width = weight_CW.shape
         weight_WC = weight_CW.to(dtype).t().contiguous()
-        edges = _edges(ctx.segments, width, ctx.block, x_TC.device)
+        edges, (rows, blocks) = _windows(ctx.segments, width, False, x_TC.device), _blocks(x_TC)
         dx_TC = torch.empty_like(x_TC)
         dweight_WC = torch.zeros_like(weight_WC)
-        rows = min(ctx.block, x_TC.shape[0])
         z_RC, scratch_RC, dx_RC = (x_TC.new_empty(rows, channels, dtype=dtype) for _ in range(3))
         # W - 1 rows of the following block stand at the end.
         dz_RC = x_TC.new_zeros(rows + width - 1, channels, dtype=dtype)
         following = dz_RC.new_zeros(width - 1, channels)
-        for first, last, edge_rows in reversed(edges.blocks):
+        for first, last in reversed(blocks):
             n = last - first
             z, dz = z_RC[:n], dz_RC[: n + width - 1]
             x_RC = _pass(x_TC, weight_WC, first, last, z)
             dz[n:] = following
             torch.ops.aten.silu_backward(dy_TC[first:last].to(dtype), z, grad_input=dz[:n])
             # Edge rows get their gradients from their windows, below.
-            dz[:n].index_fill_(0, edge_rows, 0.0)
+            here = slice(bisect_left(edges.rows, first), bisect_left(edges.rows, last))
+            dz[:n].index_fill_(0, edges.rows_E[here] - first, 0.0)
             # This block's first rows are read by the last of the block before it.
             following = dz[: width - 1].clone()
 
@@ -162,35 +158,27 @@ class _ShortConv(torch.autograd.Function):
             dx_TC[first:last] = dx
 
         # The edge rows, from their windows; what they read before the document is the taps'.
-        inside, x_EW, tap_EW = edges.reads
-        windows_EWC = _windows(x_TC, taps_NCW1, edges.reads, dtype)
+        inside, windows_EWC = edges.inside_EW1, edges.read(x_TC, taps_NCW1, dtype)
         z_EC = (windows_EWC * weight_WC).sum(1)
         dz_EC = torch.ops.aten.silu_backward(dy_TC[edges.rows_E].to(dtype), z_EC)
         dweight_WC += (windows_EWC * dz_EC.unsqueeze(1)).sum(0)
         dwindows_EWC = dz_EC.unsqueeze(1) * weight_WC
         to_x = dwindows_EWC.masked_fill(~inside, 0.0).view(-1, channels)
-        dx_TC.index_add_(0, x_EW.view(-1), to_x.to(dx_TC.dtype))
+        dx_TC.index_add_(0, edges.x_EW.view(-1), to_x.to(dx_TC.dtype))
         dtaps_NCW1 = None
         if taps_NCW1 is not None:
             dtaps_NWC = dweight_WC.new_zeros(taps_NCW1.shape[0], width - 1, channels)
             to_taps = dwindows_EWC.masked_fill(inside, 0.0).view(-1, channels)
-            dtaps_NWC.view(-1, channels).index_add_(0, tap_EW.view(-1), to_taps)
+            dtaps_NWC.view(-1, channels).index_add_(0, edges.tap_EW.view(-1), to_taps)
             dtaps_NCW1 = dtaps_NWC.transpose(1, 2).to(taps_NCW1.dtype)
-        return dx_TC, dweight_WC.t().to(weight_CW.dtype), dtaps_NCW1, None, None
+        return dx_TC, dweight_WC.t().to(weight_CW.dtype), dtaps_NCW1, None
 
 
 def final_taps(x_TC: Tensor, taps_NCW1: Tensor | None, segments: Segments, width: int) -> Tensor:
     """The last W - 1 inputs of every document, [N, C, W - 1], oldest first."""
 
-    def build() -> _Reads:
-        # Where a document is shorter than the taps, the rest comes from its own initial taps.
-        length_N1 = torch.tensor(segments.lengths, dtype=torch.int64).view(-1, 1)
-        place_NW = length_N1 + torch.arange(width - 1) - (width - 1)
-        reads = _reads(segments, torch.arange(segments.num), place_NW, width)
-        return _Reads(*(x.to(x_TC.device) for x in reads))
-
-    reads = segments.cached(("kda.conv.taps", width, str(x_TC.device)), build)
-    return _windows(x_TC, taps_NCW1, reads, x_TC.dtype).transpose(1, 2)
+    ends = _windows(segments, width, True, x_TC.device)
+    return ends.read(x_TC, taps_NCW1, x_TC.dtype).transpose(1, 2)
 
 
 def short_conv(
@@ -220,6 +208,6 @@ def short_conv(
         ValueError: sizes do not fit, or the kernel has fewer than 2 taps.
     """
     check_conv(x_TC, weight_CW, initial_taps_NCW1, segments)
-    y_TC = _ShortConv.apply(x_TC, weight_CW, initial_taps_NCW1, segments, _block_rows(x_TC))
+    y_TC = _ShortConv.apply(x_TC, weight_CW, initial_taps_NCW1, segments)
     taps = final_taps(x_TC, initial_taps_NCW1, segments, weight_CW.shape[1]) if output_taps else None
     return y_TC, taps

@@ -17,6 +17,7 @@ Legend: T tokens, N chunks, C tokens per chunk, D documents, G value heads, K ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,7 @@ class Grid:
         return self.gather(x_NCGX.reshape(self.padded, -1, x_BCX.shape[-1]))
 
 
-def _scan(heads: list[bool], device: torch.device) -> Scan:
+def _scan(heads: Sequence[bool], device: torch.device) -> Scan:
     """Levels of chains; ``heads[c]`` says that chunk c starts one (chunk 0 always does)."""
     chains: list[list[int]] = []
     for chunk, head in enumerate(heads):
@@ -115,49 +116,41 @@ def _scan(heads: list[bool], device: torch.device) -> Scan:
     for level in range(len(chains[0])):
         members = [chain[level] for chain in chains if len(chain) > level]
         levels.append((len(order), len(members)))
-        order.extend(members)
+        order += members
     # None lets arrange and restore leave the tensors where they are.
-    if order == list(range(len(order))):
+    if order == sorted(order):
         return Scan(tuple(levels), None, None)
-    order_N = torch.tensor(order, dtype=torch.int64)
+    order_N = torch.tensor(order)
     return Scan(tuple(levels), order_N.to(device), order_N.argsort().to(device))
 
 
 def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, device: torch.device) -> Grid:
-    index = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
-    total, starts = segments.total, segments.offsets[:-1]
+    total, starts_D = segments.total, torch.tensor(segments.offsets[:-1])
+    lengths_D, ids_T = torch.tensor(segments.lengths), segments.ids().long()
+    rows_T, severed = torch.arange(total), starts_D
     if aligned:
         # Aligned: documents are pushed apart until each begins at a chunk.
-        counts = [-(-length // chunk) for length in segments.lengths]
-        heads = [position == 0 for count in counts for position in range(count)]
+        counts_D = (lengths_D + chunk - 1) // chunk
+        tail_D = counts_D.cumsum(0) - 1
         # Where a document's states go in and come out.
-        tail_D = torch.tensor(counts, dtype=torch.int64).cumsum(0) - 1
-        head_D = tail_D + 1 - torch.tensor(counts, dtype=torch.int64)
-        starts_D = torch.tensor(starts, dtype=torch.int64)
-        shift_T = torch.repeat_interleave(head_D * chunk - starts_D, torch.tensor(segments.lengths))
-        rows_T = torch.arange(total) + shift_T
-        severed: list[int] = []
-        document_R = torch.repeat_interleave(torch.arange(segments.num), torch.tensor(counts) * chunk)
+        head_D = tail_D + 1 - counts_D
+        rows_T, severed = rows_T + (head_D * chunk - starts_D)[ids_T], starts_D[:0]
+        document_R = torch.arange(segments.num).repeat_interleave(counts_D * chunk)
+        chains = head_D
     else:
         # Flat: chunks lie over the row, and a document start inside one severs it there.
-        heads = [False] * -(-total // chunk)
-        for start in starts:
-            heads[start // chunk] = True
-        head_D = tail_D = torch.zeros(0, dtype=torch.int64)
-        rows_T = torch.arange(total)
-        severed = list(starts)
-        document_R = torch.full((len(heads) * chunk,), segments.num - 1, dtype=torch.int64)
-        document_R[:total] = segments.ids().long()
-    num = len(heads)
+        head_D = tail_D = starts_D[:0]
+        document_R = torch.cat([ids_T, ids_T[-1:].expand(-total % chunk)])
+        chains = starts_D // chunk
+    num = document_R.shape[0] // chunk
+    heads = torch.zeros(num, dtype=torch.bool).index_fill_(0, chains, True)
     # Rows without a token must neither forget nor write: their decay is 1, everything else 0.
-    is_dead = torch.ones(num * chunk, dtype=torch.bool)
-    is_dead[rows_T] = False
-    document_NC = document_R.view(num, chunk)
+    is_dead = torch.ones(num * chunk, dtype=torch.bool).index_fill_(0, rows_T, False)
     # A gate collects the gradients of the tokens after it, as far as its document goes.
-    reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & (
-        document_NC[:, :, None] == document_NC[:, None, :]
-    )
-    reach_NCC.view(num * chunk, chunk)[torch.tensor(severed, dtype=torch.int64)] = False
+    document_NC = document_R.view(num, chunk)
+    same_NCC = document_NC[:, :, None] == document_NC[:, None, :]
+    reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & same_NCC
+    reach_NCC.view(num * chunk, chunk)[severed] = False
     return Grid(
         chunk=chunk,
         num=num,
@@ -165,9 +158,9 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
         aligned=aligned,
         rows_T=None if not aligned or num * chunk == total else rows_T.to(device),
         dead=is_dead.nonzero().view(-1).to(device),
-        severed=index(severed),
+        severed=severed.to(device),
         reach_NCC=reach_NCC.to(device=device, dtype=dtype),
-        scan=_scan(heads, device),
+        scan=_scan(heads.tolist(), device),
         head_D=head_D.to(device),
         tail_D=tail_D.to(device),
     )
@@ -223,9 +216,7 @@ def chunk_states(
     before, after = around[:-1], around[1:]
     if grid.aligned:
         # Chunk c - 1 of a document's first chunk belongs to another document.
-        before = (
-            before.index_fill(0, grid.head_D, 0.0)
-            if initial_DGKV is None
-            else before.index_copy(0, grid.head_D, initial_DGKV)
-        )
+        entering = 0.0 if initial_DGKV is None else initial_DGKV
+        before = before.clone()
+        before[grid.head_D] = entering
     return before, after

@@ -68,13 +68,13 @@ def test_paged_decode_equals_attention_over_the_gathered_rows(form, H, R, rank):
     for seed in (0, 10):
         query, pages, table, lengths = cache([37, 1, 100, 8], H, R, 8, form.dtype, seed)
         with poisoned_empties():
-            mixed, lse = form.op(query, pages, table, lengths, rank, 0.2)
+            mixed = form.op(query, pages, table, lengths, rank, 0.2)
         wide = decode.mla_decode(query.double(), pages.double(), table, lengths, rank, 0.2)
-        assert relative_error(mixed, wide[0]) < form.error and relative_error(lse, wide[1]) < form.error
+        assert relative_error(mixed, wide) < form.error
         for b, length in enumerate(lengths.tolist()):  # and the definition itself against a softmax by hand
             rows = pages[table[b].clamp(min=0)].flatten(0, 1)[:length].double()
             p = (query[b].double() @ rows.T * 0.2).softmax(-1)
-            assert relative_error(wide[0][b], p @ rows[:, :rank]) < 1e-10
+            assert relative_error(wide[b], p @ rows[:, :rank]) < 1e-10
 
 
 @DECODE
@@ -82,5 +82,5 @@ def test_an_idle_slot_gives_zeros(form):
     query, pages, table, lengths = cache([5, 9], 2, 24, 4, form.dtype)
     # A slot of the engine that nobody uses.
     lengths[0] = 0
-    mixed, lse = form.op(query, pages, table, lengths, 16, 0.2)
-    assert (mixed[0] == 0).all() and (lse[0] == float("-inf")).all() and torch.isfinite(mixed[1]).all()
+    mixed = form.op(query, pages, table, lengths, 16, 0.2)
+    assert (mixed[0] == 0).all() and torch.isfinite(mixed[1]).all()

@@ -113,7 +113,7 @@ def shares(batch: int, head_tiles: int, most_tokens: int, device: torch.device) 
 
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. A page number outside the pages is not
     read.
 
@@ -159,8 +159,7 @@ def mla_decode(
         )
     # One share is already the answer.
     if count == 1:
-        return mixed_XBHr[0].to(query_BHR.dtype), lse_XBH[0]
-    lse_BH = lse_XBH.logsumexp(dim=0)
+        return mixed_XBHr[0].to(query_BHR.dtype)
     # Shares join by their log-sum-exps; one without tokens has -inf and no weight.
-    weight_XBH = torch.where(lse_XBH == float("-inf"), 0.0, torch.exp(lse_XBH - lse_BH))
-    return (mixed_XBHr * weight_XBH[..., None]).sum(dim=0).to(query_BHR.dtype), lse_BH
+    weight_XBH = torch.where(lse_XBH == float("-inf"), 0.0, lse_XBH.softmax(dim=0))
+    return (mixed_XBHr * weight_XBH[..., None]).sum(dim=0).to(query_BHR.dtype)
