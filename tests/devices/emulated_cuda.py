@@ -169,7 +169,8 @@ def run(func, args, kwargs):
     if on_cuda(target):
         host_kwargs["device"] = CPU
     out = _compute(func, host_args, host_kwargs)
-    if torch.Tag.inplace_view in func.tags:  # the outside has a shape of its own
+    # The outside has a shape of its own.
+    if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)
     _record(func, host_args, host_kwargs, out)
@@ -232,10 +233,13 @@ def _check_devices(func, args, tensors):
 def _compute(func, args, kwargs):
     name = str(func)
     if not Device.launch_for_real and name.startswith(("aten.empty", "aten.new_empty")):
-        return func(*args, **kwargs).zero_()  # what a kernel would have filled
-    if func is aten._conj.default:  # a lazy conjugate would be lost on the way
+        # What a kernel would have filled.
+        return func(*args, **kwargs).zero_()
+    # A lazy conjugate would be lost on the way.
+    if func is aten._conj.default:
         return torch.conj_physical(*args)
-    if name in ("aten.bmm.dtype", "aten.mm.dtype"):  # 16-bit operands, wide result: cuBLAS only
+    # 16-bit operands, wide result: cuBLAS only.
+    if name in ("aten.bmm.dtype", "aten.mm.dtype"):
         if args[0].dtype not in HALF or args[0].dtype != args[1].dtype or args[2] != torch.float32:
             raise RuntimeError(f"{name}: {args[0].dtype} x {args[1].dtype} -> {args[2]} is not supported")
         return getattr(aten, name.split(".")[1]).default(args[0].to(args[2]), args[1].to(args[2]))
@@ -446,7 +450,8 @@ def _patch_varlen():
 def install():
     """From here on there is one CUDA device. Keep the result."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=): made on the host, then moved
+    # Torch.tensor(..., device=): made on the host, then moved.
+    torch._C._set_only_lift_cpu_tensors(True)
     _patch_cuda()
     _patch_varlen()
     _patch_triton()

@@ -62,7 +62,8 @@ def test_pretraining(emulated, tmp_path):
     assert single[0] < 1e-6 and single[1] < 1e-4 and max(single) < 5e-3
     half = furthest(cpu["bfloat16"], gpu["bfloat16"])
     assert half[0] < 1e-3 and max(half) < 5e-2
-    assert furthest(gpu["float32"], gpu["bfloat16"])[0] > 1e-7  # autocast was on
+    # Autocast was on.
+    assert furthest(gpu["float32"], gpu["bfloat16"])[0] > 1e-7
 
     steps, dry = 5, emulated("pretrain", tmp_path, dry=True)
     for kernels, found in (("torch", gpu), ("triton", dry)):
@@ -71,8 +72,10 @@ def test_pretraining(emulated, tmp_path):
         between = {place for part in elsewhere for place in waits(found, part)}
         stepping = waits(found, "pretrain.py:train")
         assert {place: times for place, times in stepping.items() if place not in between} == {
-            "pipeline/step.py:forward_backward": steps,  # the sums of the step
-            "pipeline/update.py:update": steps,  # the norm of the gradient, for the guard
+            # The sums of the step.
+            "pipeline/step.py:forward_backward": steps,
+            # The norm of the gradient, for the guard.
+            "pipeline/update.py:update": steps,
         }
         # Which rows have a loss; and in torch the gate of the largest logit of the one MLA layer.
         layers = {"kernels/loss/chunked_ce.py:_split": steps}
@@ -101,7 +104,8 @@ def test_the_engine_and_its_graphs(emulated, tmp_path):
     # in float32 the torch form of the experts asks for their counts, which no graph may do
     assert gpu["float32"]["graphs"] == 0 and gpu["bfloat16"]["graphs"] == dry["bfloat16"]["graphs"]
     for found in (gpu["bfloat16"], dry["float32"], dry["bfloat16"]):
-        assert set(waits(found, "")) == {"model/engine/engine.py:step"}  # the tokens of a step, at once
+        # The tokens of a step, at once.
+        assert set(waits(found, "")) == {"model/engine/engine.py:step"}
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
@@ -109,7 +113,8 @@ def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path
     """On CUDA the chunks take the flash kernel; in plain torch their logits stay float32. Bit equality is not
     promised: keys are expanded by products of other shapes, and plain torch absorbs them."""
     found = emulated("layers", tmp_path, kernels=kernels)
-    assert found["whole"] < 2e-2  # a bfloat16 layer: projections, keys and values rounded to 8 bits
+    # A bfloat16 layer: projections, keys and values rounded to 8 bits.
+    assert found["whole"] < 2e-2
     # Rounded logits would be 5.7e-3 off; in plain torch absorbed queries are rounded once more.
     assert found["pages"] < {"auto": 2**-10, "torch": 5e-3}[kernels], found
     launched = found["launches"]
@@ -133,7 +138,8 @@ def test_the_device_runs_ahead_of_the_host(emulated, tmp_path):
 
 def test_reinforcement_learning(emulated, tmp_path):
     cpu, gpu = on_the_cpu("rl", tmp_path), emulated("rl", tmp_path)
-    assert max(furthest(cpu["float32"], gpu["float32"])) < 1e-3  # at this rate no update turns an answer over
+    # At this rate no update turns an answer over.
+    assert max(furthest(cpu["float32"], gpu["float32"])) < 1e-3
     assert all(0 <= record["reward"] <= 1 and record["grad_norm"] > 0 for record in gpu["bfloat16"])
 
 

@@ -5,7 +5,8 @@ import pytest
 from device_cases import check_ahead, furthest, on_the_cpu, work
 
 pytestmark = pytest.mark.gpu
-FLOAT32 = 1e-3  # of a step's sums; other kernels, tf32 in three parts
+# Of a step's sums; other kernels, tf32 in three parts.
+FLOAT32 = 1e-3
 BFLOAT16 = 3e-2
 
 
@@ -36,7 +37,8 @@ def test_the_engine_and_its_graphs(both, kernels):
     cpu, gpu = both("engine", kernels)
     for name, least in (("float32", 8), ("bfloat16", 5)):
         same = [a == b for a, b in zip(cpu[name]["ids"], gpu[name]["ids"], strict=True)]
-        assert sum(same) >= least, same  # a tie may fall the other way; bfloat16 has many
+        # A tie may fall the other way; bfloat16 has many.
+        assert sum(same) >= least, same
         assert gpu[name]["graphs"] > 0 or (kernels, name) == ("torch", "float32")
 
 
@@ -54,7 +56,8 @@ def test_the_device_runs_ahead_of_the_host(both, kernels):
 @KERNELS
 def test_reinforcement_learning(both, kernels):
     cpu, gpu = both("rl", kernels)
-    assert furthest(cpu["float32"][:1], gpu["float32"][:1])[0] < 0.05  # an answer may turn over
+    # An answer may turn over.
+    assert furthest(cpu["float32"][:1], gpu["float32"][:1])[0] < 0.05
     assert all(0 <= record["reward"] <= 1 and record["grad_norm"] > 0 for record in gpu["bfloat16"])
 
 

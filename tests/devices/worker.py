@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 EMULATED = "emulated" in sys.argv
-if EMULATED:  # turns Triton's interpreter on
+# Turns Triton's interpreter on.
+if EMULATED:
     import emulated_cuda
 
 TESTS = Path(__file__).parents[1]
@@ -54,7 +55,8 @@ def pretrain(folder):
         stages__0__steps=3, stages__0__warmup_steps=1, stages__1__steps=2, stages__1__decay_steps=1
     )
     recipe = tiny_run.tiny_recipe(tiny_run.make_tokenizer(folder, 300), **changes)
-    recipe["model"]["linear_attn_config"]["head_dim"] = 32  # a width of the kernels
+    # A width of the kernels.
+    recipe["model"]["linear_attn_config"]["head_dim"] = 32
     found = {}
     for name, precision in (("float32", "no"), ("bfloat16", "bf16")):
         tiny_run.forget_processes()

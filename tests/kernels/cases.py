@@ -61,7 +61,8 @@ def round_as_on_a_gpu(monkeypatch):
         made = []
 
         def widened(x):
-            if isinstance(x, tuple):  # records of tensors
+            # Records of tensors.
+            if isinstance(x, tuple):
                 parts = [widened(part) for part in x]
                 return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
             if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
@@ -116,7 +117,8 @@ class Form:
 
     def compare(self, function, law, leaves, cotangents, error=None):
         """function(op, *leaves) in the form's dtype against function(law, *leaves) in float64."""
-        leaves = [x.to(self.dtype) for x in leaves]  # the law sees what the form sees
+        # The law sees what the form sees.
+        leaves = [x.to(self.dtype) for x in leaves]
         got = values_and_gradients(lambda *x: function(self.op, *x), leaves, cotangents)
         wide = [x.double() for x in leaves]
         cotangents = [c.to(g).double() for c, g in zip(cotangents, got)]

@@ -21,18 +21,22 @@ def gate_inputs(regime, tokens, heads, key_dim, generator):
     initial_rate = (1 + 15 * uniform(heads)).log()
     full, zero = (tokens, heads, key_dim), torch.zeros(heads, key_dim)
     return {
-        "slow": (torch.full(full, -9.0), torch.zeros(heads), zero, None),  # alpha about 0.9999
-        "init": (torch.zeros(full), initial_rate, initial_bias, None),  # a freshly initialised layer
+        # Alpha about 0.9999.
+        "slow": (torch.full(full, -9.0), torch.zeros(heads), zero, None),
+        # A freshly initialised layer.
+        "init": (torch.zeros(full), initial_rate, initial_bias, None),
         "spread": (2 * normal(*full), initial_rate, initial_bias, None),
         "bounded": (normal(*full), uniform(heads), uniform(heads, key_dim), -5.0),
-        "saturated": (30 + normal(*full), torch.zeros(heads), zero, -5.0),  # every token at the bound
+        # Every token at the bound.
+        "saturated": (30 + normal(*full), torch.zeros(heads), zero, -5.0),
         "strong": (3 * normal(*full), torch.full((heads,), math.log(16.0)), zero, None),
         "brutal": (
             3 * normal(*full),
             torch.full((heads,), math.log(200.0)),
             zero,
             None,
-        ),  # up to 2000 nats a token
+            # Up to 2000 nats a token.
+        ),
     }[regime]
 
 

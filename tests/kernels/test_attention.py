@@ -14,18 +14,23 @@ from earlyfusion.kernels.attention.triton import flash
 from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
 from earlyfusion.kernels.segments import Segments
 
-EXACT = Form(varlen, torch.float64, 1e-12)  # the same sums in another order
+# The same sums in another order.
+EXACT = Form(varlen, torch.float64, 1e-12)
 TRITON = Form(flash, torch.float32, 1e-5)
-BF16 = 1.5e-2  # outputs and P are rounded to 8 bits
-ROUNDED = {  # what low precision may cost
+# Outputs and P are rounded to 8 bits.
+BF16 = 1.5e-2
+# What low precision may cost.
+ROUNDED = {
     "torch32": Form(varlen, torch.float32, 5e-6),
     "torch16": Form(varlen, torch.bfloat16, BF16),
     "triton16": Form(flash, torch.float16, 5e-3),
 }
 ODD = (5, 1, 40, 41, 41, 7, 130)
 LENGTHS = [ODD, (1,), (64, 64, 64), (3, 3, 300), tuple(range(1, 20))]
-HEADS = [(4, 4, 24, 24), (4, 2, 40, 16), (6, 2, 16, 72), (3, 1, 72, 72), (2, 2, 128, 40)]  # H, G, D, V
-SMALL = (37, 1, 16, 33, 2)  # the interpreter is slow
+# H, G, D, V.
+HEADS = [(4, 4, 24, 24), (4, 2, 40, 16), (6, 2, 16, 72), (3, 1, 72, 72), (2, 2, 128, 40)]
+# The interpreter is slow.
+SMALL = (37, 1, 16, 33, 2)
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
 
 
@@ -162,7 +167,8 @@ def test_empty_row_works_and_keeps_the_graph(form):
 
 
 def test_autocast_runs_products_in_bf16_and_returns_fp32_gradients():
-    with torch.autocast("cpu", torch.bfloat16):  # the backward pass runs under autocast as well
+    # The backward pass runs under autocast as well.
+    with torch.autocast("cpu", torch.bfloat16):
         got, _ = compare(Form(varlen, torch.float32, BF16), ODD, (4, 2, 24, 24), True, scale=0.2)
     assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
 
@@ -278,7 +284,8 @@ def test_larger_logits_behind_the_mask_are_not_seen(form):
     k[:, 0, 0] = torch.tensor([30.0, 1, 50, 2, 3, 4, 1, 90])
     _, lse = naive.attention(q, k, k, segments, causal=True, scale=1.0)
     got = form.op.max_logit(q, k, lse.float(), segments, causal=True, scale=1.0, tau=10.0)
-    assert (q[:, 0] @ k[:, 0].T).max().item() == 630.0 and got.tolist() == [200.0]  # row 3, key 2: 4 * 50
+    # Row 3, key 2: 4 * 50.
+    assert (q[:, 0] @ k[:, 0].T).max().item() == 630.0 and got.tolist() == [200.0]
 
 
 @forms(naive=Form(naive, None, 0), torch=GATES["torch32"], triton=GATES["triton"])

@@ -17,7 +17,8 @@ BOTH = forms(torch=EXACT, triton=TRITON)
 ROUNDED = forms(
     torch32=Form(conv.short_conv, torch.float32, 2e-6),
     torch16=Form(conv.short_conv, torch.bfloat16, 2**-7),
-    triton16=Form(triton_conv.short_conv, torch.bfloat16, 2e-2),  # the interpreter truncates
+    # The interpreter truncates.
+    triton16=Form(triton_conv.short_conv, torch.bfloat16, 2e-2),
 )
 ROWS = [(1,), (3,), (2, 1, 1), (16, 17), (5, 1, 2, 3, 40, 1, 7), (130,), (300, 1, 2, 64)]
 
@@ -40,9 +41,11 @@ def compare(form, segments, leaves):
 @pytest.mark.parametrize("lengths", ROWS)
 @BOTH
 def test_values_and_gradients_match_the_definition(form, lengths, monkeypatch):
-    monkeypatch.setattr(conv, "_BLOCK_ELEMENTS", 64)  # blocks of 16 rows: documents cross block edges
+    # Blocks of 16 rows: documents cross block edges.
+    monkeypatch.setattr(conv, "_BLOCK_ELEMENTS", 64)
     every = product((2, 3, 4), (False, True), (0, 1))
-    few = [(4, False, 0), (4, True, 1), (3, True, 0), (2, False, 1)]  # the interpreter is slow
+    # The interpreter is slow.
+    few = [(4, False, 0), (4, True, 1), (3, True, 0), (2, False, 1)]
     for width, taps, seed in every if form is EXACT else few:
         channels = 70 if seed and len(lengths) < 4 else 3
         compare(form, *inputs(lengths, channels, width, taps, seed))
@@ -89,7 +92,8 @@ def test_a_neighbour_that_is_nan_does_not_leak():
 
 def test_decoding_token_by_token_continues_the_row():
     segments, (x, weight) = inputs((11, 2, 1), 3, seed=1)
-    more = randn(3, 5, 3, seed=2)  # [document, step, C]
+    # [document, step, C].
+    more = randn(3, 5, 3, seed=2)
     _, taps = conv.short_conv(x, weight, segments, output_taps=True)
     for n, document in enumerate(x.split(segments.lengths)):
         length, state = len(document), taps[n : n + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import randn
 
 from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.attnres import cpu as attnres_cpu
@@ -12,7 +13,8 @@ from earlyfusion.kernels.attnres.two_phase import SubLayer
 from earlyfusion.kernels.moe import cpu as moe_cpu
 from earlyfusion.kernels.moe import naive as moe_naive
 
-EXACT = 1e-12  # float64, other sums of the same numbers
+# Float64, other sums of the same numbers.
+EXACT = 1e-12
 CPU_OPS = [op for op, entries in dispatch.REGISTRY.items() if "cpu" in entries]
 
 
@@ -28,6 +30,7 @@ def test_they_are_taken_for_inference_in_full_precision_on_a_cpu_alone(monkeypat
             with torch.autocast("cpu", torch.bfloat16):
                 assert dispatch.pick(op, x) == "torch"
         assert dispatch.pick(op, x) == "torch"
+        # The environment caps the choice, here as everywhere.
         for capped in ("naive", "torch"):
             monkeypatch.setenv(dispatch.ENVIRONMENT, capped)
             with torch.no_grad():
@@ -43,34 +46,28 @@ def test_another_room_may_register_an_operation(monkeypatch):
         dispatch.register("length", "naiv", "builtins:len")
 
 
-def experts(tokens, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-    ids = torch.randint(0, 5, (tokens, 2), generator=generator)
-    return draw(tokens, 24), ids, draw(tokens, 2), draw(5, 32, 24), draw(5, 24, 16)
+def experts(tokens, dtype=torch.float64):
+    ids = randn(tokens, 5).topk(2).indices
+    rows = [randn(tokens, size, seed=size, dtype=dtype) for size in (24, 2)]
+    return rows[0], ids, rows[1], randn(5, 32, 24, seed=3, dtype=dtype), randn(5, 24, 16, seed=4, dtype=dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_experts_equal_their_law(tokens):
     given = experts(tokens)
     torch.testing.assert_close(moe_cpu.moe_experts(*given), moe_naive.moe_experts(*given), atol=EXACT, rtol=0)
+    # A step without tokens, as a rank may have.
     none = [tensor[:0] for tensor in given[:3]]
     assert moe_cpu.moe_experts(*none, *given[3:]).shape == (0, 24)
 
 
-def sublayers(dtype, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(3):
-        norm = torch.nn.RMSNorm(24, 1e-5).to(dtype).requires_grad_(False)
-        made.append(SubLayer(norm, torch.randn(24, generator=generator, dtype=torch.float64).to(dtype).mul))
-    return made
+def sublayers(dtype):
+    norm = torch.nn.RMSNorm(24, 1e-5).to(dtype).requires_grad_(False)
+    return [SubLayer(norm, scale.mul) for scale in randn(3, 24, seed=1, dtype=dtype)]
 
 
 def residual(tokens, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(2)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-    return [draw(tokens, 24) for _ in range(3)], draw(3, 24)
+    return [*randn(3, tokens, 24, seed=2, dtype=dtype)], randn(3, 24, seed=5, dtype=dtype)
 
 
 def test_a_block_and_a_mix_equal_their_laws():
@@ -80,6 +77,7 @@ def test_a_block_and_a_mix_equal_their_laws():
     torch.testing.assert_close(got, attnres_naive.block(sources, layers, qw, 1e-5)[1], atol=EXACT, rtol=0)
     mixes = attnres_cpu.phase1(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)
     torch.testing.assert_close(*mixes, atol=EXACT, rtol=0)
+    # A probe sees the sources and the sum in front of every sub-layer, and changes nothing.
     watch = lambda index, before, partial: seen.append((index, len(before), partial is None))
     watched = attnres_cpu.block(sources, layers, qw, 1e-5, watch)[1]
     torch.testing.assert_close(watched, got, atol=EXACT, rtol=0)
@@ -89,6 +87,7 @@ def test_a_block_and_a_mix_equal_their_laws():
 @pytest.mark.parametrize("rows", [4, 7, 39])
 def test_a_tokens_bits_do_not_depend_on_the_others(rows):
     x, ids, weights, up, down = experts(40, torch.float32)
+    # A product of fewer rows sums in another order, unless its form forbids that.
     whole = moe_cpu.moe_experts(x, ids, weights, up, down)
     assert torch.equal(moe_cpu.moe_experts(x[:rows], ids[:rows], weights[:rows], up, down), whole[:rows])
     sources, qw = residual(40, torch.float32)

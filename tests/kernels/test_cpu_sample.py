@@ -9,14 +9,16 @@ from earlyfusion.kernels.cpu.sampling import sample
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
-ROUNDING = 3e-6  # fp32 log-probabilities of some thousand tokens
+# Fp32 log-probabilities of some thousand tokens.
+ROUNDING = 3e-6
 
 
 def drawn_case(seed, rows, vocabulary):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.rand(*shape, generator=generator)
     logits = 4 * torch.randn(rows, vocabulary, generator=generator)
-    logits[:, ::3] = logits[:, ::3].round()  # many equals
+    # Many equals.
+    logits[:, ::3] = logits[:, ::3].round()
     temperature = torch.where(draw(rows) < 0.2, 0.0, 0.3 + 1.5 * draw(rows))
     top_p = torch.where(draw(rows) < 0.4, 1.0, 0.05 + 0.9 * draw(rows))
     min_p = torch.where(draw(rows) < 0.6, 0.0, 0.3 * draw(rows))

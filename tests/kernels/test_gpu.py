@@ -17,8 +17,10 @@ from earlyfusion.kernels.muon.newton_schulz import prefers_gram
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = pytest.mark.gpu
-BF16 = 2e-2  # 2-norm, relative: one rounding to 8 bits of inputs' products, results and gradients
-KDA = 3e-2  # and along a recurrence
+# 2-norm, relative: one rounding to 8 bits of inputs' products, results and gradients.
+BF16 = 2e-2
+# And along a recurrence.
+KDA = 3e-2
 LENGTHS = (300, 1, 65, 1024, 2)
 T = sum(LENGTHS)
 FP32 = torch.float32
@@ -63,7 +65,8 @@ def compare(op, run, leaves, tolerance=BF16, function=None):
 
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
-SHAPES = [(128, 128, 1), (64, 128, 2), (32, 32, 1), (128, 256, 1), (256, 256, 1)]  # K, V, group
+# K, V, group.
+SHAPES = [(128, 128, 1), (64, 128, 2), (32, 32, 1), (128, 256, 1), (256, 256, 1)]
 
 
 @pytest.mark.parametrize("segment_chunks", [None, 0, 4])
@@ -152,7 +155,8 @@ def test_new_tokens_after_earlier_keys_with_logits_of_twenty():
     keys, new = Segments((700, 33, 5000)), Segments((512, 1, 90))
     q, k, v = (randn(keys.total, 8, width, seed=i) for i, width in enumerate((192, 192, 128)))
     ends = torch.cat([torch.arange(end - n, end) for end, n in zip(keys.offsets[1:], new.lengths)])
-    scale = 20 / (192**0.5 * 5)  # five standard deviations
+    # Five standard deviations.
+    scale = 20 / (192**0.5 * 5)
     got = resolve("attention_append", device())(q[ends.to(device())], k, v, new, keys, scale=scale)
     want, _ = attention_naive.attention(q.double(), k.double(), v.double(), keys, causal=True, scale=scale)
     assert distance(got, want[ends.to(device())]) < BF16
@@ -234,7 +238,8 @@ def test_the_loss_and_its_memory():
     before, leaves = torch.cuda.memory_allocated(), [x.requires_grad_() for x in leaves]
     resolve("linear_cross_entropy", device())(*leaves, labels, weights)[0].backward()
     full = 2000 * 50_000 * 4
-    assert torch.cuda.max_memory_allocated() - before < full  # logits in full would take twice this
+    # Logits in full would take twice this.
+    assert torch.cuda.max_memory_allocated() - before < full
 
 
 def test_log_probabilities():

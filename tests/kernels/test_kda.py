@@ -14,18 +14,21 @@ from earlyfusion.kernels.kda.triton import kda as triton_kda
 from earlyfusion.kernels.segments import Segments
 
 GATE_GRADIENTS = ("df", "dA_log", "ddt_bias")
-BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
-ROUNDED = 8e-3  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3
-SUM_ROUNDED = 3e-2  # db, dA_log, ddt_bias: sums that cancel
+# 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3.
+ROUNDED = 8e-3
+# db, dA_log, ddt_bias: sums that cancel.
+SUM_ROUNDED = 3e-2
 # Relative RMS error of float32. Measured 1e-7 to 6e-7 for outputs and most gradients; the gate's gradient is
 # a running sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias)
 # in strong regimes.
 VALUE_RTOL, GATE_RTOL = 2e-6, 5e-5
 
 
-SUMS = ("dA_log", "ddt_bias")  # over all tokens, of numbers that cancel, times exp(A_log) up to 200
+# Sums over all tokens, of numbers that cancel, times exp(A_log) up to 200.
+SUMS = ("dA_log", "ddt_bias")
 TORCH = Form(chunk.kda, torch.float64, 1e-9)
-TRITON = Form(triton_kda.kda, torch.float32, 5e-5)  # sums over a chunk: 1.04e-5 at gates of 2,000 nats
+# Sums over a chunk: 1.04e-5 at gates of 2,000 nats.
+TRITON = Form(triton_kda.kda, torch.float32, 5e-5)
 BOTH = forms(torch=TORCH, triton=TRITON)
 FLOAT32 = forms(torch=Form(chunk.kda, torch.float32, 0), triton=TRITON)
 SMALL = {"heads": 1, "key_dim": 32, "value_dim": 32}
@@ -194,7 +197,8 @@ def test_a_decay_of_exactly_zero_stays_finite_and_forgets():
     segments, tensors, _ = inputs((40,), seed=3, regime="init")
     tensors = cast(tensors, torch.float32)
     with torch.no_grad():
-        tensors[3][20] = 1e30  # the gate of token 20: alpha underflows to 0
+        # The gate of token 20: alpha underflows to 0.
+        tensors[3][20] = 1e30
     found = results(chunk.kda, tensors, segments, None)
     assert all(value.isfinite().all() for value in found.values())
     fresh, _ = chunk.kda(*(x[20:] for x in tensors[:5]), *tensors[5:], Segments((20,)))

@@ -9,7 +9,8 @@ from earlyfusion.kernels.kda.decode import DecodeCache, decode
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = needs_interpreter
-FP32 = 1e-5  # relative to the largest entry
+# Relative to the largest entry.
+FP32 = 1e-5
 K, V = 16, 24
 
 

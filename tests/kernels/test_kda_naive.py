@@ -9,7 +9,8 @@ from kda_cases import REGIMES, call, cast, gate_inputs, inputs
 from earlyfusion.kernels.kda import gate as gate_form
 from earlyfusion.kernels.kda import naive
 
-FP32_ATOL = 3e-6  # both sides run the same recurrence in float32, outputs of order 1
+# Both sides run the same recurrence in float32, outputs of order 1.
+FP32_ATOL = 3e-6
 LENGTHS = (37, 1, 20)
 
 

@@ -7,7 +7,8 @@ from kda_cases import cast, halves, inputs
 from earlyfusion.kernels.kda import chunk, naive, step
 from earlyfusion.kernels.segments import Segments
 
-EXACT, FP32 = 1e-12, 3e-6  # float64 on both sides; float32 against float64 over one token
+# Float64 on both sides; float32 against float64 over one token.
+EXACT, FP32 = 1e-12, 3e-6
 
 
 def batch(sequences, regime, seed, **sizes):

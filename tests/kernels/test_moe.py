@@ -6,16 +6,19 @@ from cases import Form, forms, needs_interpreter, randn, relative_error
 
 from earlyfusion.kernels.moe import grouped, naive, triton_experts
 
-EXACT = Form(grouped, torch.float64, 1e-12)  # the same sums in another order
+# The same sums in another order.
+EXACT = Form(grouped, torch.float64, 1e-12)
 TRITON = Form(triton_experts, torch.float32, 1e-5)
 BOTH = forms(torch=EXACT, triton=TRITON)
-BF16 = 2e-2  # activations and outputs are rounded to 8 bits
+# Activations and outputs are rounded to 8 bits.
+BF16 = 2e-2
 ROUNDED = forms(
     torch32=Form(grouped, torch.float32, 5e-6),
     torch16=Form(grouped, torch.bfloat16, BF16),
     triton16=Form(triton_experts, torch.float16, 6e-3),
 )
-SHAPES = [(1, 1, 16, 3, 16), (37, 2, 24, 5, 20), (64, 3, 8, 4, 7), (50, 2, 33, 8, 10)]  # T, J, D, E, F
+# T, J, D, E, F.
+SHAPES = [(1, 1, 16, 3, 16), (37, 2, 24, 5, 20), (64, 3, 8, 4, 7), (50, 2, 33, 8, 10)]
 
 
 def tensors(T, J, D, E, F, seed=0, busy=None, dtype=torch.float64):
@@ -70,7 +73,8 @@ def test_gradcheck():
 def test_expanded_gradient_is_accepted(form):
     ids, leaves = tensors(9, 2, 16, 3, 16, dtype=form.dtype)
     x = leaves[0].requires_grad_()
-    form.op.moe_experts(x, ids, *leaves[1:]).sum().backward()  # the gradient of sum has stride 0
+    # The gradient of sum has stride 0.
+    form.op.moe_experts(x, ids, *leaves[1:]).sum().backward()
     (want,) = torch.autograd.grad(naive.moe_experts(x, ids, *leaves[1:]).sum(), x)
     assert relative_error(x.grad, want) < form.error
 

@@ -8,10 +8,14 @@ from cases import needs_interpreter, poisoned_empties, randn, refused, relative_
 from earlyfusion.kernels.muon import naive, triton_symmetric
 from earlyfusion.kernels.muon.newton_schulz import gram_newton_schulz, newton_schulz, prefers_gram
 
-EXACT = 1e-10  # the same polynomial, another order of additions, ten steps at most
-FP32 = 2e-4  # 2-norm: slopes of 8 a step amplify rounding at small values
-HALF = 0.06  # 2-norm: 8 bits of mantissa through five steps with slopes up to 8
-OVERSHOOT = 0.1  # above the largest singular value of the exact polynomial
+# The same polynomial, another order of additions, ten steps at most.
+EXACT = 1e-10
+# 2-norm: slopes of 8 a step amplify rounding at small values.
+FP32 = 2e-4
+# 2-norm: 8 bits of mantissa through five steps with slopes up to 8.
+HALF = 0.06
+# Above the largest singular value of the exact polynomial.
+OVERSHOOT = 0.1
 PRESET = pytest.mark.parametrize("preset", naive.PRESETS)
 # range of the scalar polynomial over [0.05, 1], rounded outwards
 BANDS = {
@@ -143,7 +147,8 @@ def test_half_of_the_tiles_give_the_whole_product(shape, dtype, tolerance):
 def test_stacks_of_long_matrices_take_the_gram_form_in_fp16():
     G = randn(3, 24, 64, seed=4, dtype=torch.float32)
     got = triton_symmetric.newton_schulz(G)
-    assert got.dtype == torch.float32 and distance(got, naive.newton_schulz(G.double())) < 3e-2  # as bfloat16
+    # As bfloat16.
+    assert got.dtype == torch.float32 and distance(got, naive.newton_schulz(G.double())) < 3e-2
     assert prefers_gram(256, 1024, 2304) and prefers_gram(2, 2304, 1024)
     assert not prefers_gram(1, 1024, 2304) and not prefers_gram(8, 1024, 1024)
 

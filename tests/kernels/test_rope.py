@@ -71,7 +71,8 @@ def test_paged_decode_equals_attention_over_the_gathered_rows(form, H, R, rank):
             mixed = form.op(query, pages, table, lengths, rank, 0.2)
         wide = decode.mla_decode(query.double(), pages.double(), table, lengths, rank, 0.2)
         assert relative_error(mixed, wide) < form.error
-        for b, length in enumerate(lengths.tolist()):  # and the definition itself against a softmax by hand
+        # And the definition itself against a softmax by hand.
+        for b, length in enumerate(lengths.tolist()):
             rows = pages[table[b].clamp(min=0)].flatten(0, 1)[:length].double()
             p = (query[b].double() @ rows.T * 0.2).softmax(-1)
             assert relative_error(wide[b], p @ rows[:, :rank]) < 1e-10

@@ -49,7 +49,8 @@ def test_a_plan_built_during_inference_can_be_used_in_training():
     with torch.inference_mode():
         position = segments.position()
     weight = torch.ones(5, requires_grad=True)
-    (weight * position).sum().backward()  # an inference tensor would be refused by autograd
+    # An inference tensor would be refused by autograd.
+    (weight * position).sum().backward()
     assert weight.grad.tolist() == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
