@@ -151,6 +151,11 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
     family = [row for row in rows if row["registered"]]
     judge(family)
 
+    # What every start knows of a label, before any arm.
+    told: dict[str, list[Row]] = defaultdict(list)
+    for records in starts:
+        for label, row in summary(one for known in records.values() for one in known.values()).items():
+            told[label].append(row)
     differences = [row for arm in arms for row in against_controls(config, models, arm, arms, draws)]
     return {
         "skill": config.skill,
@@ -159,7 +164,7 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
         "seeds": list(models[START]),
         "family": len(family),
         "draws": draws,
-        "start": {label: start_summary(starts, label) for label in labels},
+        "start": told,
         "rows": rows,
         "differences": differences,
         "verdicts": {arm.name: verdict(arm, family, differences) for arm in arms},
@@ -220,13 +225,6 @@ def verdict(arm: Arm, family: Sequence[Row], differences: Sequence[Row]) -> str:
     if open_:
         return f"gain, not told apart from {', '.join(open_)}"
     return f"gain, above {', '.join(row['control'] for row in mine)}"
-
-
-def start_summary(starts: Sequence[dict[str, dict[str, Measured]]], label: str) -> Row:
-    """Metric -> mean over the starts, and each start."""
-    told = [summary(records[label].values())[label] for records in starts if label in records]
-    each = {name: [row[name] for row in told] for name in told[0]}
-    return {name: {"mean": float(np.mean(found)), "each": found} for name, found in each.items()}
 
 
 def temperatures(models: Models, arm: str, label: str) -> list[Row]:

@@ -69,11 +69,11 @@ def headline(results: Row) -> str:
     told = [f"{SENTENCES[start]}: {', '.join(names)}." for start, names in named.items() if names]
 
     start, rule = results["start"].get(results["primary"]), results["shortcuts"].get(results["primary"])
-    if start and start["accuracy"]["mean"] > FULL:
-        solved = percent(start["accuracy"]["mean"])
+    solved = fmean(row["accuracy"] for row in start) if start else 0.0
+    if solved > FULL:
         told.append(
-            f"The starts solve {solved} % of the primary problems already: there is no room to see a gain,"
-            " take a harder skill."
+            f"The starts solve {percent(solved)} % of the primary problems already: there is no room to see a"
+            " gain, take a harder skill."
         )
     if rule and rule["solves"] >= SHORT:
         told.append(
