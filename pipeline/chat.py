@@ -78,6 +78,7 @@ class Conversation:
 
     def begin(self, system: str | None = None) -> None:
         """Begin anew, with another system message if one is given."""
+        # A reset keeps the system message.
         self.system = self.system if system is None else system
         self.messages = [Message("system", (Text(self.system),))] if self.system else []
         self.attached = []
@@ -106,8 +107,10 @@ class Conversation:
 
         With a sandbox, programs that the model calls for are run and answered, and the model goes on.
         """
+        # A path in the message attaches the picture and leaves the text.
         words = re.sub(r"(^|\s)@(\S+)", self._take_path, text)
         turn = [Message("user", (*self.attached, Text(words.strip())))]
+        # A model that only ever calls tools must not go on for ever.
         for _ in range(TOOL_ROUNDS):
             turn.append(self._answer([*self.messages, *turn], out))
             if self.sandbox is None or not turn[-1].calls:
@@ -117,6 +120,7 @@ class Conversation:
                 out.write(f"[{result.tool}] {result.text}\n")
             turn += results
 
+        # Only a whole turn is remembered: what failed leaves no trace.
         self.messages += turn
         self.attached = []
         return turn[-1].text
@@ -157,6 +161,7 @@ class Conversation:
 
     def _take_path(self, found: re.Match[str]) -> str:
         path = found.group(2)
+        # @name may also be said to somebody.
         if Path(path).suffix.lower() not in PICTURES:
             return found.group(0)
         self.attach(path)
@@ -211,6 +216,7 @@ def converse(chat: Conversation, out: TextIO, *, typed: bool) -> None:
                 chat.say(line, out)
         except EOFError:
             return
+        # A chat is not thrown away for a mistyped path.
         except (UserError, OSError) as error:
             out.write(f"error: {error}\n")
         except KeyboardInterrupt:
@@ -253,9 +259,11 @@ def chat(options: ChatOptions) -> None:
             model, Tokenizer.load(folder), params, template=template, context=options.context, sandbox=sandbox
         )
         talk.begin(options.system)
+        # Attachments wait for the first message.
         for path in options.image:
             talk.attach(path)
 
+        # Piped lines have no prompt and no editing.
         typed = sys.stdin.isatty()
         if typed:
             import readline  # noqa: F401  (input() edits lines by it)

@@ -53,6 +53,7 @@ class Command(TyperCommand):
     """A command whose options of several values take them one after the other: --tasks A B."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The option is said again before each further value, which is the form the library reads.
         several = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
         short = {*ctx.help_option_names, *(name for parameter in self.params for name in parameter.opts)}
         words: list[str] = []
@@ -72,6 +73,7 @@ def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCo
 
     Its docstring is the help; a paragraph of commands (`earlyfusion ...`) stays as it is.
     """
+    # A group of verbs comes as an application already.
     app = function
     if not isinstance(app, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -101,6 +103,7 @@ def group_of(verbs: Mapping[str, Verb], callback: Callable[..., None]) -> typer.
             return list(verbs)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            # Our own words: the library's would not name the nearest.
             if cmd_name not in verbs:
                 near = did_you_mean(cmd_name, verbs)
                 raise UserError(f"unknown verb {cmd_name!r}; {near} ({ctx.command_path} --help lists all)")
@@ -161,6 +164,7 @@ def run_alone(function: Callable[..., Any], name: str, argv: Sequence[str] | Non
 def invoke(command: Any, words: Sequence[str], name: str) -> Any:
     """What a command returns for these words. Raises UserError for words that it does not take."""
     try:
+        # In steps, not as a whole: errors and exit codes are ours to tell.
         with command.make_context(name, list(words)) as context:
             return command.invoke(context)
     except typer.TyperException as error:
@@ -173,6 +177,7 @@ def _usage_error(error: Any, name: str) -> str:
     context = getattr(error, "ctx", None)
     option = getattr(error, "option_name", None)
     if context is not None and option is not None and text.startswith("No such option"):
+        # Short options are too short to be near to anything.
         known = [word for parameter in context.command.params for word in parameter.opts]
         text = (
             f"no option {option}; {did_you_mean(option, [word for word in known if word.startswith('--')])}"
@@ -223,6 +228,7 @@ def exit_code_of(error: BaseException) -> int | None:
 def error_line(error: BaseException) -> str:
     """The message on one line; of the system's errors the path and the reason, of a full disk what to do."""
     text = str(error)
+    # The system's own text begins with a number that helps nobody.
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename or ''}: {error.strerror.lower()}".removeprefix(": ")
         if error.errno in FULL:

@@ -73,6 +73,7 @@ def traps() -> list[str]:
 def facts() -> dict[str, str]:
     """Versions, devices, and what each kind of work runs on."""
     found = {"python": f"{platform.python_version()}  {sys.executable}"}
+    # Looked up, never imported: an import may be the very trap.
     for package in PACKAGES:
         found[package] = installed(package) or "-"
     found["cpu"] = f"{os.cpu_count()} cores, torch threads {torch.get_num_threads()}, {platform.machine()}"

@@ -62,6 +62,7 @@ def generate(options: GenerateOptions) -> None:
             segments.append(Image(open_picture(path)))
         except BadSample as error:
             raise UserError(f"--{str(error).split(';')[0]}") from None
+    # Answers are made of many short-lived buffers.
     keep_freed_memory()
     model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
 
@@ -82,6 +83,7 @@ def answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     message = parse_assistant(ids, tokenizer).message
     if message.thinking:
         print(f"(thinking) {message.thinking}", file=sys.stderr)
+    # A message that only calls would print nothing.
     calls = [f"{call.tool}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.calls]
     return "\n".join([part for part in (message.text.strip(), *calls) if part])
 
@@ -93,6 +95,7 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        # A name may be right and the device still not there: only use tells.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: not usable here ({str(error).splitlines()[0]}); try cpu") from None

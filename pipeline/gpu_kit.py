@@ -87,6 +87,7 @@ def fetch(line: str, options: KitOptions) -> str:
         said = done.stderr.strip().splitlines() or ["pip failed without a word"]
         return said[-1] if done.returncode else ""
 
+    # Wheels of the other Python and machine, whatever this one is.
     there = ["--implementation=cp", f"--python-version={options.python}", "--only-binary=:all:"]
     there += [f"--platform={kind}_{options.machine}" for kind in PLATFORMS.split()]
     absent = run("download", *there, "-d", str(folder))

@@ -60,6 +60,7 @@ def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
     def command(**values: Any) -> int | None:
         try:
             options = model(**values)
+        # The first mistake is enough: the next is told when this one is mended.
         except ValidationError as error:
             wrong = error.errors()[0]
             name = str(wrong["loc"][0]).rstrip("_").replace("_", "-")
@@ -68,6 +69,7 @@ def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
 
     parameters = []
     for name, entry in model.model_fields.items():
+        # Without a default the library asks for it.
         default = inspect.Parameter.empty if entry.is_required() else entry.default
         flag = f"--{entry.serialization_alias or name.rstrip('_').replace('_', '-')}"
         if entry.annotation == (bool | None):  # three answers: yes, no, and as things are

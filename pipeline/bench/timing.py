@@ -14,8 +14,7 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,14 +39,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-@contextmanager
-def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the time of a block to `seconds[name]`."""
-    start = now()
-    yield
-    seconds[name] += now() - start
 
 
 def peak_mib() -> float:

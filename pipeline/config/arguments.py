@@ -86,6 +86,7 @@ def recipe_command(
     With --resume the recipes (where none is named) and the overrides of the run come first.
     """
 
+    # What the command finds among the words before it reads the rest; read by `called`.
     given: list[Override] = []
 
     def called(options: RecipeOptions) -> int | None:
@@ -129,6 +130,7 @@ class RecipeCommand(TyperCommand):
 
         # A recipe key that lacks its section: --lr.
         known = {option for parameter in self.params for option in parameter.opts}
+        # Before the library complains: it knows nothing of the keys behind the dots.
         for word in words:
             option = word.partition("=")[0]
             ends = f".{option.removeprefix('--')}"
@@ -145,6 +147,7 @@ class RecipeCommand(TyperCommand):
                 for source in KINDS.values():
                     keys = [f"{name} [{default}]" for name, _, default, _ in describe(source.options)]
                     rows.append((f"  {source.name}:", ", ".join(keys) or "none"))
+        # Behind the options, as it is far longer.
         with formatter.section("recipe keys"):
             formatter.write_text(
                 "A value is a TOML literal or plain text, null is None; an item of a list is addressed by"
@@ -163,6 +166,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
             others.append(word)
             continue
         if not has_value:
+            # A flag alone means true; -1 is a value.
             alone = not rest or rest[0].startswith("--")
             value = "true" if alone else rest.pop(0)
         overrides.append((name, value))
@@ -171,6 +175,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
 
 def recall(parsed: RecipeArguments, named: bool) -> None:
     """Put what the run in the output folder was started with before what is given now."""
+    # The folder is known before the recipe is: only its name can be asked for here.
     given = [item for item in parsed.overrides if item[0] in ("run.out", "run.name")]
     run = compose([] if "run.out" in dict(given) else parsed.recipes, given).get("run") or {}
     path = Path(run.get("out") or f"runs/{run.get('name', 'run')}") / STARTED
@@ -181,6 +186,7 @@ def recall(parsed: RecipeArguments, named: bool) -> None:
     except ValidationError as error:
         text = f"{path}: damaged ({error.errors()[0]['msg']})"
         raise UserError(f"{text}; remove it and give the overrides of the run again") from None
+    # A recipe on the line is another wish than the run's own.
     if not named:
         parsed.recipes = stored.recipes
     parsed.overrides = stored.overrides + parsed.overrides
@@ -188,6 +194,7 @@ def recall(parsed: RecipeArguments, named: bool) -> None:
 
 def remember(folder: str | Path, parsed: RecipeArguments) -> None:
     """Write command.json: what a resume of the run in `folder` begins with."""
+    # A path is kept from the root: a resume may start elsewhere.
     recipes = [str(Path(name).resolve()) if name.endswith(".toml") else name for name in parsed.recipes]
     overrides = {key: text for key, text in parsed.overrides if key not in OF_ONE_CALL}
     write_json(Path(folder) / STARTED, {"recipes": recipes, "overrides": list(overrides.items())})
@@ -199,11 +206,13 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
     for name, info in schema.model_fields.items():
         key = f"{path}.{name}" if path else name
         inner, is_list = model_in(info.annotation)
+        # A section is told by its keys, a list of sections by those of one item.
         if inner is not None:
             rows += describe(inner, f"{key}.<i>" if is_list else key)
             continue
 
         default = info.get_default(call_default_factory=True, validated_data={})
+        # As it would be typed.
         shown = "null" if default is None else repr(default)
         if default is PydanticUndefined:
             shown = "required"

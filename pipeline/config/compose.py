@@ -60,6 +60,7 @@ def recipe_names(folder: Path = RECIPES) -> list[str]:
 def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
     """One recipe as a plain dict: a path when it ends in .toml or holds a separator, else a shipped name."""
     given, path = str(name_or_path), Path(name_or_path)
+    # A name alone is a shipped recipe, never a file of that name in the folder where one happens to stand.
     if not given.endswith(".toml") and path.parent == Path("."):
         shipped = {name: folder for folder in SHIPPED for name in recipe_names(folder)}
         if given not in shipped:
@@ -73,6 +74,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     """A TOML file that a user names; UserError for one that cannot be read. what: its word in errors."""
     hint = "give a shipped name or a TOML file"
     try:
+        # A pipe or a device would be read without end.
         if path.exists() and not path.is_file():
             raise UserError(f"{what} {path}: is no file; {hint}")
         if path.stat().st_size > MOST_BYTES:
@@ -93,6 +95,7 @@ def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> 
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             value = merge(old, value, where)
+        # Other lists are replaced: joined ones could never get shorter.
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
             items, names = list(old), _names(old)
             for item, name in zip(value, _names(value)):
@@ -113,10 +116,12 @@ def _names(items: Any) -> list[Any]:
 
 def parse_literal(text: str) -> Any:
     """A command-line value as a TOML literal (1e-3, true, [1, 2], {a = 1}); anything else is a string."""
+    # The same literals as in a recipe, so that one rule holds for both.
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    # A line end in the text could bring further keys.
     return parsed["value"] if set(parsed) == {"value"} else text
 
 
@@ -135,6 +140,7 @@ def override(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def _place(items: list[Any], part: str, where: str) -> int:
     """The index that a part of a dotted key means in a list: a number, or the name of an item."""
     names = _names(items)
+    # Names first: an item may be called "0".
     if part in names:
         return names.index(part)
     if not part.lstrip("-").isdigit():
@@ -151,6 +157,7 @@ def _extended(recipe: Recipe, above: tuple[str, ...] = ()) -> dict[str, Any]:
     base = own.pop("extends", None)
     if base is None:
         return own
+    # The way down is kept, so that a circle is told and not walked.
     chain = (*above, str(base))
     if str(base) in above:
         raise UserError(f"recipe {base!r} extends itself ({' -> '.join(chain)}); remove one `extends`")
@@ -164,6 +171,7 @@ def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()
         tree = merge(tree, _extended(recipe))
     # Plain JSON types, and nothing shared with what was given.
     tree = json.loads(json.dumps(tree, default=str))
+    # Overrides come last: the command line is the last word.
     for dotted, value in overrides:
         override(tree, dotted, parse_literal(value) if isinstance(value, str) else value)
     return _with(tree, "null", None)
@@ -190,6 +198,7 @@ def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
+        # All mistakes at once: nobody wants to find them one run after the other.
         lines = [_explain(item, schema, tree) for item in error.errors()]
         raise UserError("recipe: " + "; ".join(dict.fromkeys(lines))) from None
 
@@ -213,6 +222,7 @@ def _explain(item: Any, schema: type[BaseModel], tree: Any) -> str:
         hint = "; lay the recipe over a whole one, such as nano (both on the line, nano first)"
         return f"{key} is missing and has no default{hint if len(place) == 1 else ''}"
 
+    # What was given is shown unless it is a whole table.
     text = item["msg"].removeprefix("Value error, ")
     if not isinstance(item.get("input"), Mapping | list | BaseModel):
         text += f" (given {item.get('input')!r})"
@@ -223,6 +233,7 @@ def _named(place: Sequence[Any], tree: Any) -> Iterator[Any]:
     """A place in a recipe with the names of list items where they have one: stages.joint.steps."""
     for part in place:
         try:
+            # A place may be missing in what was given: then it has no name either.
             tree = tree[part]
         except (LookupError, TypeError):
             tree = None
@@ -247,6 +258,7 @@ def to_toml(tree: dict[str, Any]) -> str:
 
 def recipe_hash(config: BaseModel) -> str:
     """16 hexadecimal digits over every key that changes the numbers of a run."""
+    # Where results go and how data is fetched change no number.
     flat = {key: value for key, value in flatten(dump(config)) if not FREE_ON_RESUME.match(key)}
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -276,6 +288,7 @@ def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Ch
 
 def explain_refusal(changes: Sequence[Change]) -> str:
     """What `refused_on_resume` found and what to do, in one line; at most six changes are named."""
+    # Six are enough to see what was meant.
     shown = [str(change) for change in changes[:6]]
     if len(changes) > 6:
         shown.append(f"and {len(changes) - 6} more")

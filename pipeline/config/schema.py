@@ -136,6 +136,7 @@ class StageSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> StageSection:
+        # A document never spans two micro-batches.
         if self.length > self.tokens:
             raise ValueError(
                 f"length {self.length} is more than tokens {self.tokens}: raise tokens or lower length"
@@ -144,6 +145,7 @@ class StageSection(Section):
             raise ValueError(
                 f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} exceed steps {self.steps}"
             )
+        # Ignored silently it would look as if it had been obeyed.
         if self.schedule == "cosine" and self.decay_steps:
             raise ValueError('decay_steps is for schedule = "wsd"; a cosine decays over the whole stage')
         for weights in (self.weights, *(point.weights for point in self.mix)):
@@ -151,9 +153,11 @@ class StageSection(Section):
                 raise ValueError("a mixture weight is negative; use 0 to leave a source out")
             if weights and not any(weights.values()):
                 raise ValueError("every mixture weight is 0; give at least one source a positive weight")
+        # Walked in order while training: an earlier point behind a later one would never be reached.
         places = [point.at for point in self.mix]
         if places != sorted(places):
             raise ValueError(f"mix points at {places}: put them in the order of `at`")
+        # A line needs two ends.
         ramps = [point.ramp for point in self.mix if point.vision_share is not None]
         if self.vision_share is None and ramps[:1] == ["linear"]:
             raise ValueError("a linear ramp of vision_share needs the stage's vision_share to start from")
@@ -261,6 +265,7 @@ class RunConfig(Section):
             return raw
         raw = dict(raw)
         vision = raw.get("vision")
+        # Before the check: a preset gives the fields that are required.
         if isinstance(vision, dict) and "preset" in vision:
             own = {key: value for key, value in vision.items() if key != "preset"}
             raw["vision"] = VisionConfig.preset(vision["preset"]).model_dump(mode="json") | own
@@ -279,6 +284,7 @@ class RunConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"stages: two stages share a name: {', '.join(names)}")
 
+        # A name that is no source would weigh nothing, and nobody would notice.
         named = [("train.loss_weights", self.train.loss_weights)]
         for stage in self.stages:
             named.append((f"stages.{stage.name}.weights", stage.weights))
@@ -292,18 +298,21 @@ class RunConfig(Section):
     @property
     def total_steps(self) -> int:
         """Steps that this run takes: all stages, or run.steps when that is less."""
+        # Stopping early leaves the schedule as it is, so that a resume goes on with it.
         scheduled = sum(stage.steps for stage in self.stages)
         return scheduled if self.run.steps is None else min(scheduled, self.run.steps)
 
     def with_vocabulary(self, vocab_size: int, **token_ids: int) -> RunConfig:
         """The same run with `model.vocab_size` (and any token id fields of ModelConfig) as the tokenizer has
         them."""
+        # Validated anew: ids must fit the size.
         model = self.model.model_dump(mode="json") | {"vocab_size": vocab_size, **token_ids}
         return self.model_copy(update={"model": ModelConfig.model_validate(model)})
 
 
 def model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """The model that a field holds (directly, optionally, or in a list), and whether it is a list."""
+    # The schema is read for help and nearest names, so optional and list are looked through.
     origin = typing.get_origin(annotation)
     args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
     if origin is list and args:

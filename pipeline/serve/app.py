@@ -131,6 +131,7 @@ class Service:
         except ValueError as error:
             raise UserError(str(error)) from None
 
+        # Limits follow the memory: more than fits is refused, not queued.
         # What callers may ask for. A body is held as JSON, as bytes and as pictures, each for a while.
         self.name = options.name or model_name(folder)
         self.template = template_of(folder) if options.template == "auto" else options.template
@@ -190,6 +191,7 @@ class Service:
 
     def params(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
         """How to sample; raises Refused and EngineFull for what can be told before a prompt is made."""
+        # What costs nothing to see is looked at first.
         self.check_model(body.model)
         most, wanted = self.limits.new_tokens, body.new_tokens
         if wanted is None:
@@ -212,11 +214,9 @@ class Service:
     async def text_prompt(self, prompt: str | list[int]) -> TokenPrompt:
         if isinstance(prompt, str):
             return await self.preparer.prompt(prompt, len(prompt))
-        tokenizer = self.tokenizer
-        wrong = [i for i in prompt if not 0 <= i < tokenizer.vocab_size or i == tokenizer.media_pad_id][:4]
-        if wrong:
-            shown = [i if abs(i) < 10**12 else "..." for i in wrong]
-            raise Refused(f"prompt: token ids {shown} are not text tokens of this model", param="prompt")
+        words = self.tokenizer
+        if any(not 0 <= i < words.vocab_size or i == words.media_pad_id for i in prompt):
+            raise Refused("prompt: some token ids are not text tokens of this model", param="prompt")
         return TokenPrompt(torch.tensor(prompt))
 
     async def respond(
@@ -232,6 +232,7 @@ class Service:
         events = self.worker.stream(requests)
         if body.stream:
             first = await anext(events)  # errors of the submission become a status, not a broken stream
+            # From here on the status is sent: errors become events of the stream.
             return StreamingResponse(pieces(answer, first, events), media_type="text/event-stream")
         async for event in events:
             answer.take(event)
@@ -263,6 +264,7 @@ def create_app(service: Service, options: ServeOptions) -> Front:
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
     ]
+    # On a command line everybody on the machine could read it.
     key = options.api_key or os.environ.get("EARLYFUSION_API_KEY") or None
     hosts = None
     if options.allow_host or is_loopback(options.host):
@@ -340,6 +342,7 @@ def serve(options: ServeOptions) -> int:
     finally:
         service.preparer.close()
         service.worker.stop()
+    # uvicorn only logs why, and its log is off.
     if not server.started:
         place = f"{options.host}:{options.port}"
         raise UserError(f"could not listen on {place}; is the port in use? try --port 0")

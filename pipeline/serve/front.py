@@ -121,6 +121,7 @@ class Guarded(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # One that takes nothing would hold its answer in memory for ever.
         self.write = self.write or self.loop.call_later(WRITE_S, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -133,6 +134,7 @@ class Guarded(H11Protocol):
         """Answer without having read a head, and close; whoever does not take it is dropped."""
         if self.transport.is_closing():
             return
+        # By hand: there is no request that a response object could answer.
         head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: "
         self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"%d\r\n\r\n" % len(body) + body)
         self.transport.close()
@@ -179,6 +181,7 @@ class Incoming:
         Raises Refused (503) when all together hold too many.
         """
         more = max(size - SMALL, 0) - max(self.size - SMALL, 0)
+        # What gets smaller always may, or nothing could be given back.
         if more > 0 and self.front.held + more > self.front.limits.held:
             raise Refused("too many large requests at once; try again later", status=503, code="busy")
         self.front.held += more
@@ -221,6 +224,7 @@ def error_response(error: Refused) -> JSONResponse:
         text = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
         return text if len(text) <= most else text[:most] + "…"
 
+    # As OpenAI calls them, which its clients turn into exceptions.
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     body = {"message": short(str(error), 500), "type": kind, "param": None, "code": error.code}
     if error.param is not None:
@@ -231,15 +235,18 @@ def error_response(error: Refused) -> JSONResponse:
     return JSONResponse({"error": body}, error.status, headers)
 
 
+@dataclass(eq=False)
 class Front:
     """The layer around `app`. `hosts`: names that are served, None for all; loopback names belong to every
     such set. held: bytes of all requests beyond SMALL each."""
 
-    def __init__(
-        self, app: ASGIApp, limits: Limits, key: str | None, hosts: frozenset[str] | None, most: int
-    ) -> None:
-        self.app, self.limits, self.key, self.hosts, self.most = app, limits, key, hosts, most
-        self.held = self.running = 0
+    app: ASGIApp
+    limits: Limits
+    key: str | None
+    hosts: frozenset[str] | None
+    most: int
+    held: int = 0
+    running: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         incoming = Incoming(self)
@@ -279,6 +286,7 @@ class Front:
         if self.hosts is not None and host and host not in self.hosts and not is_loopback(host):
             text = f"host {host!r} is not served here (--allow-host)"
             raise Refused(text, status=403, code="host_not_allowed")
+        # Whoever watches the server has no key, and asks when it is busy.
         if scope["path"] == "/health":
             return
 
@@ -298,6 +306,7 @@ class Front:
     async def read(self, headers: dict[bytes, bytes], receive: Receive, incoming: Incoming) -> bool:
         """The body into `incoming`; False when the caller left."""
         body, more, start = bytearray(), True, asyncio.get_running_loop().time()
+        # What is said to come is refused before any of it does.
         length = headers.get(b"content-length", b"0")
         size = int(length[:20]) if length.isdigit() else 0
         while True:
@@ -307,6 +316,7 @@ class Front:
             if not more:
                 break
             try:
+                # Time grows with what has come: a slow line passes, a dripping one does not.
                 async with asyncio.timeout_at(start + BODY_S + len(body) / RATE):
                     message = await receive()
             except TimeoutError:
@@ -346,5 +356,6 @@ class Front:
 
 def check_values(body: bytes | bytearray) -> None:
     """Raises Refused for a JSON body of too many values, before it is parsed."""
+    # Counting bytes is cheap; parsing makes an object of each value.
     if len(body) > SMALL and sum(body.count(mark) for mark in b",:[{") > VALUES:
         raise Refused(f"the body has more than {VALUES} JSON values; send fewer or shorter prompts")

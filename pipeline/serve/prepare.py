@@ -89,6 +89,7 @@ def for_client(error: Exception) -> str:
     sample's name."""
     if isinstance(error, RecursionError | OverflowError):
         return "the request is nested too deep or holds numbers that are too large"
+    # The names that our own requests give to their one document.
     text = re.sub(r"^(chat chat|prompt 0): ", "", " ".join(str(error).split()))
     text = re.sub(r"; (mend it|raise data\.|set max_frames|check the path|decode its bytes).*", "", text)
     return re.sub(r"(data\.decode\.)\w+( = )?", "", text)
@@ -130,6 +131,7 @@ def answer(job: Job, setup: Setup) -> bytes:
         found = setup.encoded(job)
         if found.num_patches > MAX_PATCHES:
             raise BadSample(f"the pictures give {found.num_patches} patches, more than {MAX_PATCHES}")
+        # Everything as tensors: nothing else can be read back without trust.
         grids = torch.tensor(found.grids, dtype=torch.int64)
         tensors = {"ids": found.ids, "grids": grids, "media_positions": found.media_positions}
         if found.patches is not None:
@@ -249,6 +251,7 @@ class Preparer:
             except (DataError, RecursionError, OverflowError) as error:
                 raise Refused(for_client(error)) from None
 
+        # Who waits holds a body in memory.
         if self.waiting >= LINE:
             raise Refused(f"{LINE} requests wait to be read; try later", status=429, code="queue_full")
         self.waiting += 1

@@ -67,6 +67,7 @@ class Limits:
 
     def check_characters(self, count: int, param: str) -> None:
         """Raises Refused for a text that is too long to be tokenised, whatever the tokens."""
+        # The tokenizer holds the interpreter's lock for as long as the text is.
         if count > self.characters:
             text = f"{param}: {count} characters (a token id counts as 4); at most {self.characters} are read"
             raise Refused(text, param=param, code="context_length_exceeded")
@@ -219,6 +220,7 @@ class Common(BaseModel):
     def _leave_out(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        # Silently ignored they would change what the caller gets.
         for name in UNSERVED & given.keys():
             if given[name] not in NEUTRAL:
                 text = f"{name}: this is not served here; leave it out"
@@ -274,6 +276,7 @@ class CompletionRequest(Common):
 
     def prompts(self, limits: Limits) -> list[str | list[int]]:
         """Every prompt, a text or token ids; raises Refused for too much."""
+        # Every sample is a request of the engine.
         if len(self.prompt) * self.n > SEQUENCES:
             text = f"{len(self.prompt)} prompts of {self.n} samples; at most {SEQUENCES} samples in all"
             raise Refused(f"{text} are served", param="prompt")
@@ -288,6 +291,7 @@ Body = TypeVar("Body", ChatRequest, CompletionRequest)
 def read(kind: type[Body], body: bytes | bytearray) -> Body:
     """The request in a JSON body; raises Refused, naming what is wrong in one line."""
     try:
+        # Much quicker than the standard library, and nested only so deep.
         value = from_json(body)
         if isinstance(value, dict) and len(value) > KEYS:
             raise Refused(f"{len(value)} keys in one request; at most {KEYS} are taken")
@@ -304,6 +308,7 @@ def read(kind: type[Body], body: bytes | bytearray) -> Body:
 
 def data_url(url: str, kind: str) -> bytes:
     """Bytes of a base64 data URL; other URLs are refused, so that the server never fetches anything."""
+    # Only the beginning is looked at: a pattern over megabytes takes its time.
     head = DATA_URL.match(url[:256])
     if head is None:
         text = f"{kind} {url[:40]!r}: give a data URL (data:{kind}/…;base64,…); nothing is fetched"
@@ -403,6 +408,7 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Tokens read and written; a prompt counts once, however many samples it has."""
+        # Samples of one prompt share what was read.
         prompts = {index // self.body.n: done for index, done in self.done.items()}.values()
         read = sum(done.prompt_tokens for done in prompts)
         written = sum(len(done.ids) for done in self.done.values())

@@ -52,6 +52,7 @@ class EngineWorker:
         Leaving the loop early (a client that went away) cancels them in the engine. Raises EngineStopped,
         EngineFull, or what `Engine.submit` raises, before the first event.
         """
+        # A stopping server still ends what it has begun.
         if not self.accepting:
             raise self.stopped
         self.check_room(len(requests))
@@ -88,6 +89,7 @@ class EngineWorker:
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; unfinished requests get EngineStopped."""
         self.accepting = False
+        # None wakes a thread that waits, and ends it.
         self._inbox.put(None)
         self._thread.join(timeout)
         self.cut("the server has stopped")
