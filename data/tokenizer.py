@@ -73,8 +73,9 @@ CHAT_TEMPLATE = (
     " -%}{%- if add_generation_prompt -%}{{- '<|open|>message role=\"assistant\"<|sep|>' -}}{%- endif -%}"
 )
 
-_CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
-"""Short texts (questions, answers, captions) repeat for ever; their ids are kept."""
+_CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 16384
+"""Short texts (questions, answers, captions) repeat for ever; their ids are kept, of as many as strangers may
+send to a server without harm."""
 
 
 _MOST_BYTES, _MOST_IDS, _GROWTH = 40 << 20, 1 << 22, 4096.0
@@ -99,8 +100,6 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._memory: dict[str, tuple[int, ...]] = {}
-        self.cached_texts = _CACHED_TEXTS
-        """Most short texts whose ids are kept; where strangers send the texts, few should be."""
         self.added = tuple(missing)
         """Special tokens that the given tokenizer lacked."""
         self.bos_id, self.eos_id, self.pad_id = (self.id_of(name) for name in names)
@@ -119,7 +118,7 @@ class Tokenizer:
         return name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self._backend.to_str(), self.config))
+        return Tokenizer, (self._backend, self.config)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -163,7 +162,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # what the Rust library does with its own mistakes
                 raise
             raise BadSample(f"the tokenizer panicked: {one_line(error)}", "unexpected") from None
-        if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < self.cached_texts:
+        if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < _CACHED_TEXTS:
             self._memory[text] = ids
         return ids
 
@@ -289,7 +288,3 @@ def _refuse_growth(found: Mapping[str, Any]) -> None:
                     growth *= 1 + len(step["prepend"])
         if growth > _GROWTH:
             raise DataError(f"its {part} makes texts up to {growth:.3g} times as long; not used")
-
-
-def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
-    return Tokenizer(Backend.from_str(text), config)

@@ -6,11 +6,10 @@ captions of generated scenes; whatever a source holds out for evaluation is left
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import tokenizers
@@ -44,12 +43,15 @@ def embedded_tokenizer(vocab_size: int = 4096) -> Tokenizer:
     digest = hashlib.sha256(f"{_FORMAT} {tokenizers.__version__} {vocab_size}".encode())
     for text in texts:
         digest.update(text.encode() + b"\0")
-    return Tokenizer.load(
-        cached_directory(
-            f"tokenizer/bpe-{vocab_size}-{digest.hexdigest()[:16]}",
-            lambda path: train_bpe(texts, vocab_size).save(path),
-        )
-    )
+    target = cache_root() / f"tokenizer/bpe-{vocab_size}-{digest.hexdigest()[:16]}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Made beside it and renamed: another process may be at it, too, and the first one stays.
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            made = train_bpe(texts, vocab_size).save(Path(folder) / "tokenizer")
+            with contextlib.suppress(OSError):
+                made.rename(target)
+    return Tokenizer.load(target)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -82,23 +84,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             " text"
         )
     return tokenizer
-
-
-def cached_directory(key: str, build: Callable[[Path], object]) -> Path:
-    """`cache_root()/key`, made by `build(path)` in a temporary directory and renamed into place."""
-    target = cache_root() / key
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        build(work)
-        # mkdtemp's folders are for their owner alone; a cache may be shared.
-        os.chmod(work, 0o755)
-        work.rename(target)
-    except OSError:
-        if not target.is_dir():  # another process may have finished first
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target

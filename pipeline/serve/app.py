@@ -116,7 +116,6 @@ class Service:
         folder = model_folder(options.model)
         model = load_model(folder, device=device_of(options.device)).eval()
         self.tokenizer = Tokenizer.load(folder)
-        self.tokenizer.cached_texts = 1024  # strangers send them
         try:
             engine = Engine(
                 model,
