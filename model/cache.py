@@ -48,11 +48,6 @@ class CachePlan:
     live: int | None = None
     past: tuple[Segments, Tensor] | None = None
 
-    @property
-    def single(self) -> bool:
-        """Whether every sequence brings exactly one token."""
-        return self.places_T is None
-
 
 class KdaSlots:
     """Memory of one KDA layer over all slots: state [S, H, K, V] fp32, taps [S, W - 1, C]."""

@@ -106,24 +106,16 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        layers = set(range(1, self.num_hidden_layers + 1))
+        layers = list(range(1, self.num_hidden_layers + 1))
         kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
-        for name, given in (("kda_layers", kda), ("full_attn_layers", full)):
-            outside = sorted(set(given or []) - layers)
-            if outside:
-                raise ValueError(
-                    f"linear_attn_config.{name} names layers {outside}, but layers are numbered"
-                    f" 1..{len(layers)} (num_hidden_layers); remove them or raise num_hidden_layers"
-                )
-        if kda is not None and full is not None:
-            # Both lists are in public checkpoints; one that contradicts the other is a damaged file.
-            twice, missing = sorted(set(kda) & set(full)), sorted(layers - set(kda) - set(full))
-            if twice or missing:
-                raise ValueError(
-                    "linear_attn_config.kda_layers and full_attn_layers must share out the layers"
-                    f" 1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the"
-                    " other follow"
-                )
+        named = [*(kda or []), *(full or [])]
+        # Both lists are in public checkpoints; one that contradicts the other is a damaged file.
+        damaged = kda is not None and full is not None and sorted(named) != layers
+        if damaged or not set(named) <= set(layers):
+            raise ValueError(
+                f"linear_attn_config.kda_layers {kda} and full_attn_layers {full} must share out the layers"
+                f" 1..{len(layers)} (num_hidden_layers); give only one to let the other follow"
+            )
         # Each expert is tensors on the meta device: a hostile configuration must fail before they are made.
         if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ValueError(

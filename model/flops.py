@@ -69,50 +69,43 @@ def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, floa
     tokens = float(sum(lengths))
     # Causal attention uses half the square; counting all of it would flatter long documents.
     pairs = float(sum(length * (length + 1) // 2 for length in lengths))
+    hidden, linear, heads = config.hidden_size, config.linear_attn_config, config.num_attention_heads
+
+    # KDA. Two low-rank maps: the forget gate's, and the output gate's unless it is full rank.
+    dim, channels = linear.head_dim, linear.num_heads * linear.head_dim
+    low_rank = dim * (hidden + channels)
+    gate = hidden * channels if linear.full_rank_output_gate else low_rank
+    projections = 4 * hidden * channels + low_rank + gate + hidden * linear.num_heads
+    conv = 3 * channels * linear.short_conv_kernel_size
+    kda = tokens * (2 * (projections + conv) + 7 * channels * dim)
+
+    # MLA. A low-rank query pays for both of its projections.
+    rank, query, value = config.kv_lora_rank, heads * config.qk_head_dim, heads * config.v_head_dim
+    weights = hidden * query
+    if config.q_lora_rank is not None:
+        weights = config.q_lora_rank * (hidden + query)
+    weights += hidden * (rank + config.qk_rope_head_dim) + rank * (heads * config.qk_nope_head_dim + value)
+    weights += hidden * value * (2 if config.mla_output_gate else 1)
+    mixers = {"kda": kda, "mla": 2 * tokens * weights + 2 * pairs * (query + value)}
+
+    # Feed-forward, useful work only: the chosen and the shared experts, and the router's scores.
     rooms: dict[str, float] = defaultdict(float)
+    width = config.moe_intermediate_size * (config.num_experts_per_token + config.num_shared_experts)
     for index, kind in enumerate(config.plan()):
-        rooms[kind] += _kda_flops(config, tokens) if kind == "kda" else _mla_flops(config, tokens, pairs)
+        rooms[kind] += mixers[kind]
         if config.is_moe(index):
-            # Useful work only: the chosen and the shared experts, and the router's scores.
-            width = config.moe_intermediate_size * (config.num_experts_per_token + config.num_shared_experts)
-            rooms["moe"] += 2 * tokens * config.hidden_size * (3 * width + config.num_experts)
+            rooms["moe"] += 2 * tokens * hidden * (3 * width + config.num_experts)
         else:
-            rooms["dense"] += 2 * tokens * config.hidden_size * 3 * config.intermediate_size
+            rooms["dense"] += 2 * tokens * hidden * 3 * config.intermediate_size
+
     if config.attn_res != "none":
         # Each source of each mix costs a dot product and a weighted add: 4 D. A sub-layer reads the finished
         # blocks before it, and its own block's sum once that has begun; the last mix reads them all.
         sublayers, size = 2 * config.num_hidden_layers, config.sublayers_per_block()
         mixed = sum(1 + i // size + (i % size > 0) for i in range(sublayers))
-        rooms["attnres"] = 4 * tokens * config.hidden_size * (mixed + 1 + -(-sublayers // size))
-    rooms["head"] = 2 * tokens * config.hidden_size * config.vocab_size
+        rooms["attnres"] = 4 * tokens * hidden * (mixed + 1 + -(-sublayers // size))
+    rooms["head"] = 2 * tokens * hidden * config.vocab_size
     return dict(rooms)
-
-
-def _kda_flops(config: ModelConfig, tokens: float) -> float:
-    linear, hidden = config.linear_attn_config, config.hidden_size
-    heads, dim = linear.num_heads, linear.head_dim
-    channels = heads * dim
-    # Two low-rank maps: the forget gate's, and the output gate's unless it is full rank.
-    low_rank = dim * (hidden + channels)
-    gate = hidden * channels if linear.full_rank_output_gate else low_rank
-    projections = 4 * hidden * channels + low_rank + gate + hidden * heads
-    conv = 3 * channels * linear.short_conv_kernel_size
-    return tokens * (2 * (projections + conv) + 7 * heads * dim * dim)
-
-
-def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    query = heads * config.qk_head_dim
-    # A low-rank query pays for both of its projections.
-    query_weights = hidden * query
-    if config.q_lora_rank is not None:
-        query_weights = config.q_lora_rank * (hidden + query)
-    output = hidden * heads * config.v_head_dim
-    key_value = hidden * (rank + config.qk_rope_head_dim) + rank * heads * (
-        config.qk_nope_head_dim + config.v_head_dim
-    )
-    weights = query_weights + key_value + output * (2 if config.mla_output_gate else 1)
-    return 2 * tokens * weights + 2 * pairs * heads * (config.qk_head_dim + config.v_head_dim)
 
 
 def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[Grid]) -> dict[str, float]:

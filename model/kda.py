@@ -127,7 +127,7 @@ class KimiDeltaAttention(nn.Module):
             joint, weight = past.memory.joined
         qkv, f, gate, beta = self.project(x_TD, joint)
 
-        if past is not None and past.plan.single:
+        if past is not None and past.plan.places_T is None:
             o_THV = past.memory.step(self, past.plan, qkv, f, beta, weight)
         else:
             # Documents from their beginnings, or new tokens of sequences after the state they left.

@@ -14,7 +14,6 @@ dropped together, least recently used first. Cf. Kimi K3 (arXiv 2607.24653) sect
 
 from __future__ import annotations
 
-import hashlib
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -188,7 +187,7 @@ class Checkpoint:
 
 
 class PrefixCache:
-    """At most `limit` checkpoints in slots of the pools, by a digest of the ids they cover. 0: none.
+    """At most `limit` checkpoints in slots of the pools, by the ids they cover. 0: none.
 
     Raises ValueError if `every` is not a multiple of the page size: only whole pages are shared while they
     are filled.
@@ -216,13 +215,11 @@ class PrefixCache:
 
     def find(self, key_ids: np.ndarray, lengths: range) -> Checkpoint | None:
         """The longest known beginning of one of these lengths, now the most recently used."""
-        # One digest is fed on from length to length, so a long prompt is hashed once.
-        state, done, best = hashlib.blake2b(digest_size=16), 0, None
-        for length in sorted({entry.length for entry in self.entries.values() if entry.length in lengths}):
-            state.update(key_ids[done:length].tobytes())
-            done, digest = length, state.digest()
-            if digest in self.entries:
-                best = digest
+        best = None
+        for known, entry in self.entries.items():
+            longer = best is None or entry.length > self.entries[best].length
+            if longer and entry.length in lengths and known == key_ids[: entry.length].tobytes():
+                best = known
         if best is None:
             return None
         self.entries.move_to_end(best)
@@ -232,10 +229,10 @@ class PrefixCache:
         """Remember the state in `slot` as that of the first `length` ids."""
         if not self.limit or length == 0:
             return
-        digest = hashlib.blake2b(key_ids[:length].tobytes(), digest_size=16).digest()
+        known = key_ids[:length].tobytes()
         # Known already: it only becomes the most recently used.
-        if digest in self.entries:
-            self.entries.move_to_end(digest)
+        if known in self.entries:
+            self.entries.move_to_end(known)
             return
         if len(self.entries) >= self.limit:
             self.evict_one()
@@ -245,7 +242,7 @@ class PrefixCache:
         self.pools.copy_slot(slot, [own])
         held = tuple(pages[: self.pools.pages_for(length)])
         self.pools.share(held)
-        self.entries[digest] = Checkpoint(length, own, held)
+        self.entries[known] = Checkpoint(length, own, held)
 
     def evict_one(self) -> None:
         """Drop the least recently used checkpoint."""

@@ -9,8 +9,7 @@ Given answers are judged without sampling:
     engine = Engine(model, tokenizer, max_slots=16, prefix_cache=4)
     requests = [ScoreRequest(prompt, [(17,), (18, 4)], shared=640), ...]
     scores = engine.score(requests)              # scores[i][c].logprobs, .likeliest, .greedy
-    scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]; engine.logits(states) [..,
-    V]
+    scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]
 """
 
 from __future__ import annotations
@@ -217,11 +216,6 @@ class Engine:
         with self._inference():
             return scorer.score(requests)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Next-token logits [R, V] of hidden states [R, D], a row's bits independent of the others."""
-        with self._inference():
-            return self.runner.logits(states)
-
     # ---- one step
 
     def step(self) -> list[Event]:
@@ -246,7 +240,6 @@ class Engine:
             # The only wait for the device in a step: one copy of everything that was chosen.
             if chosen:
                 scheduler.counts["host_syncs"] += 1
-                scheduler.counts["steps"] += 1
                 known = torch.cat([chosen_K3N.flatten() for _, chosen_K3N, _ in chosen]).cpu()
                 sizes = [chosen_K3N.numel() for _, chosen_K3N, _ in chosen]
                 for (samples, chosen_K3N, fed), part in zip(chosen, known.split(sizes)):

@@ -74,7 +74,13 @@ class Runner:
         self.table_SP = torch.zeros(slots, table_pages, dtype=torch.long, device=self.device)
 
         self._batch: tuple[list[Sample], Tensor, Needs] | None = None
-        self.graphs = DecodeGraphs(self.graph_step, self.device) if can_capture(model) else None
+        # Graphs only where no operation waits for the host: the torch form of the experts does, except in
+        # bfloat16.
+        weight = model.decoder.embed_tokens.weight
+        waits = moe_layers(model) and weight.dtype != torch.bfloat16 and not has_kernel("moe_experts", weight)
+        self.graphs = None
+        if weight.device.type == "cuda" and not waits:
+            self.graphs = DecodeGraphs(self.graph_step, self.device)
         self.compiled = CompiledDecoder(model.decoder, pools) if can_compile(model.decoder, pools) else None
 
     @torch.inference_mode()  # what is kept was made in it
@@ -170,15 +176,14 @@ class Runner:
                 last_NW=last_B.unsqueeze(1),
                 live=live,
             )
-            hidden_BD = self.model.decoder(x_BD, _singles(rows), self._past(plan))
+            hidden_BD = self.model.decoder(
+                x_BD, _singles(rows), [Past(memory, plan) for memory in self.pools.layers]
+            )
         head = self.compiled or self.model
         chosen = self._choose(head.logits(hidden_BD), slots_B, needs, banned)
         self.length_S[slots_B] += 1
         self.length_S[:1].zero_()  # padding rows stay at the beginning of page 0
         return chosen
-
-    def _past(self, plan: CachePlan) -> list[Past[Any]]:
-        return [Past(memory, plan) for memory in self.pools.layers]
 
     def graph_step(self, slots_B: Tensor, length: int, needs: Needs) -> Tensor:
         """A step as a graph holds it, all on the device: samples that have ended stand still, on padding
@@ -230,7 +235,9 @@ class Runner:
             about = TokenRows.of(parts, rows)
             return self.compiled.run(self.embed(parts, about.starts[-1]), about, self.table_SP)
         segments, plan = prefill_plan(parts, self.pools, self.device)
-        hidden_TD = self.model.decoder(self.embed(parts, segments.total), segments, self._past(plan))
+        hidden_TD = self.model.decoder(
+            self.embed(parts, segments.total), segments, [Past(memory, plan) for memory in self.pools.layers]
+        )
         return hidden_TD[torch.tensor(rows, dtype=torch.long, device=self.device)]
 
     def embed(self, parts: Sequence[Part], total: int) -> Tensor:
@@ -333,15 +340,6 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
 # ---- CUDA graphs
 
 
-def can_capture(model: NativeFusion) -> bool:
-    """On CUDA, and no operation waits for the host: the torch form of the experts does, except in
-    bfloat16."""
-    weight = model.decoder.embed_tokens.weight
-    if weight.device.type != "cuda":
-        return False
-    return not moe_layers(model) or weight.dtype == torch.bfloat16 or has_kernel("moe_experts", weight)
-
-
 class DecodeGraphs:
     """Captured steps: one per bucket of (rows, key positions, sampling needs), captured when first met.
 
@@ -364,7 +362,19 @@ class DecodeGraphs:
             length *= 2
         key = (len(slots_B), tiles(length)[-1][1], needs)
         if key not in self._captured:
-            self._captured[key] = self._capture(*key)
+            static_B = torch.zeros(len(slots_B), dtype=torch.long, device=self.device)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.step(static_B, *key[1:])
+            torch.cuda.current_stream().wait_stream(side)
+
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                chosen = self.step(static_B, *key[1:])
+            self._pool = graph.pool()
+            self._captured[key] = graph, static_B, chosen
 
         graph, static_B, chosen = self._captured[key]
         static_B.copy_(slots_B)
@@ -373,18 +383,3 @@ class DecodeGraphs:
             graph.replay()
             kept.append(chosen.clone())  # the next replay writes over it
         return torch.stack(kept)
-
-    def _capture(self, rows: int, length: int, needs: Needs) -> tuple[Any, Tensor, Tensor]:
-        static_B = torch.zeros(rows, dtype=torch.long, device=self.device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.step(static_B, length, needs)
-        torch.cuda.current_stream().wait_stream(side)
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            chosen = self.step(static_B, length, needs)
-        self._pool = graph.pool()
-        return graph, static_B, chosen

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from earlyfusion.model.engine.cache import Pools, PrefixCache
 from earlyfusion.model.engine.requests import Completion, Event, FinishReason, RequestError, Token
@@ -128,8 +127,16 @@ class Scheduler:
         # One sample reads the prompt for all; the others are forked from it. Saved ones go on by themselves.
         for sample, pages in shares:
             sample.reserved = pages
-            if sample.saved is not None:
-                self._put_back(sample, sample.saved)
+            if sample.saved is None:
+                continue
+            sample.slot = self.pools.take_slot()
+            self.make_room(sample, sample.length)
+            self.pools.restore(sample.saved, sample.slot, sample.pages, sample.length)
+            sample.saved = None
+            if sample.length < sample.context - 1:  # a prompt that goes on where another sample stopped
+                self.reading.append(sample)
+            else:
+                self.run(sample)
         if fresh:
             lead = fresh[0]
             lead.siblings, lead.slot = fresh[1:], self.pools.take_slot()
@@ -140,16 +147,6 @@ class Scheduler:
                 self.counts["prefix_hit_tokens"] += cached
             self.reading.append(lead)
         return True
-
-    def _put_back(self, sample: Sample, saved: dict[str, Tensor]) -> None:
-        """Restore the exported state of a resumed sample."""
-        sample.slot, sample.saved = self.pools.take_slot(), None
-        self.make_room(sample, sample.length)
-        self.pools.restore(saved, sample.slot, sample.pages, sample.length)
-        if sample.length < sample.context - 1:  # a prompt that goes on where another sample stopped
-            self.reading.append(sample)
-        else:
-            self.run(sample)
 
     @property
     def reserved(self) -> int:

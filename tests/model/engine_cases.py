@@ -9,7 +9,7 @@ from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sample import Image, Sample, Text
+from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, TokenPrompt
@@ -47,12 +47,18 @@ def pictured(
     text: str = "\nQ: what color is the shape?\nA:",
     size: tuple[int, int] = (40, 24),
     images: int = 1,
+    frames: int = 0,
 ):
+    """A prompt of pictures, each with the text behind it, and of a clip of so many frames."""
     generator = torch.Generator().manual_seed(seed)
-    segments: list = []
-    for _ in range(images):
-        pixels = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8, generator=generator).numpy()
-        segments += [Image(PilImage.fromarray(pixels)), Text(text)]
+    shape, segments, drawn = (size[1], size[0], 3), [], []
+    for _ in range(images + frames):
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).numpy()
+        drawn.append(PilImage.fromarray(pixels))
+    for picture in drawn[:images]:
+        segments += [Image(picture), Text(text)]
+    if frames:
+        segments += [Video(drawn[images:], [0.5 * i for i in range(frames)]), Text(text)]
     return encode(Sample(segments, "test", "0"), TOKENIZER, CONFIG.vision, eos=False)
 
 
@@ -68,8 +74,8 @@ def requests(lengths, params: SamplingParams | None = None, seed: int = 0, **opt
     return [Request(f"r{i}", tokens(n, seed), params, **options) for i, n in enumerate(lengths)]
 
 
-def engine_of(net: NativeFusion, kind: type[Engine] = Engine, **options) -> Any:
-    return kind(net, TOKENIZER, **{"max_slots": 8, "page_size": 8, "prefill_chunk": 32, **options})
+def engine_of(net: NativeFusion, **options) -> Engine:
+    return Engine(net, TOKENIZER, **{"max_slots": 8, "page_size": 8, "prefill_chunk": 32, **options})
 
 
 def drain(engine: Engine) -> list:
@@ -122,44 +128,6 @@ def all_returned(engine: Engine) -> None:
     assert set(engine.pools.references) == engine.prefix.pages
     for free in (engine.pools.free_slots, engine.pools.free_pages):
         assert len(free) == len(set(free))
-
-
-class Watched(Engine):
-    """Keeps the logits that chose every token."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.seen: dict[tuple[str, int], list[torch.Tensor]] = {}
-        self.head = self.runner.compiled or self.model
-        logits_of, last = self.head.logits, []
-
-        def logits(hidden):
-            last.append(logits_of(hidden))
-            return last[-1].clone()  # the sampler may overwrite what it gets
-
-        def watched(plain, which):
-            def choose(*arguments, **options):
-                chosen = plain(*arguments, **options)
-                for sample, row in zip(arguments[which], last.pop()):
-                    self.seen.setdefault((sample.parent.request.id, sample.index), []).append(row.clone())
-                return chosen
-
-            return choose
-
-        object.__setattr__(self.head, "logits", logits)
-        self.runner.decode = watched(self.runner.decode, 0)
-        self.runner.choose_first = watched(self.runner.choose_first, 1)
-
-    def generate(self, given) -> list[Completion]:
-        done = super().generate(given)
-        del self.head.logits
-        return done
-
-
-def trained_logprobs(model: NativeFusion, prompt, ids: list[int]) -> torch.Tensor:
-    """fp32 log-probabilities of `ids` after `prompt` by the training forward, teacher-forced."""
-    logits = trained_logits(model, prompt, ids)
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
 
 def trained_logits(model: NativeFusion, prompt, ids: list[int]) -> torch.Tensor:

@@ -24,11 +24,8 @@ def test_the_plan_is_the_published_one_and_ends_with_mla():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"linear_attn_config": {"kda_layers": [0, 9]}}, r"\[0, 9\].*numbered 1\.\.4"),
-        (
-            {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 4]}},
-            r"in both \[2\], in neither \[3\]",
-        ),
+        ({"linear_attn_config": {"kda_layers": [0, 9]}}, r"\[0, 9\].*share out the layers 1\.\.4"),
+        ({"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 4]}}, "share out the layers"),
         ({"num_experts_per_token": 7}, "exceeds num_experts=6"),
         ({"num_experts_per_token": 6, "router_balance": "quantile"}, "below num_experts"),
         ({"pad_token_id": 97}, "pad_token_id=97 lies outside the vocabulary of 97"),

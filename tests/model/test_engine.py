@@ -2,6 +2,7 @@
 back."""
 
 import random
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fusion_cases import tiny_tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
 from earlyfusion.model.engine.state import TextStream
+from earlyfusion.model.generate import generate
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,11 @@ def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
     with torch.no_grad():
         net_eos.decoder.lm_head.weight.zero_()
     greedy = lambda **o: serve(net_eos, requests([6], SamplingParams(5, 0.0, **o)))["r0", 0]
+    (text,) = generate(net_eos, TOKENIZER, [tokens(6)], max_new_tokens=5)  # [BOS] is banned, [EOS] comes next
+    with pytest.raises(ValueError, match="no prompts"):
+        generate(net_eos, TOKENIZER, [])
     ended, going_on = greedy(banned_ids=(0,)), greedy(ignore_eos=True)
-    assert ended.ids == [TOKENIZER.eos_id] and ended.finish_reason == "stop" and ended.text == ""
+    assert ended.ids == [TOKENIZER.eos_id] and ended.finish_reason == "stop" and ended.text == text == ""
     assert going_on.ids == [TOKENIZER.eos_id] * 5 and going_on.finish_reason == "length"
 
 
@@ -81,14 +86,12 @@ def test_streamed_pieces_add_up_to_the_text(net):
     engine = engine_of(net)
     for request in requests([3, 20, 40], drawn(40, stop=("zq", " the"), n=2)):
         engine.submit(request)
-    pieces: dict[tuple[str, int], str] = {}
-    ids: dict[tuple[str, int], list[int]] = {}
-    done = {}
+    pieces, ids, done = defaultdict(str), defaultdict(list), {}
     for event in drain(engine):
         key = (event.request_id, event.index)
         assert key not in done  # nothing follows a completion
-        pieces[key] = pieces.get(key, "") + event.text
-        ids.setdefault(key, []).extend(token.id for token in event.tokens)
+        pieces[key] += event.text
+        ids[key] += [token.id for token in event.tokens]
         if event.completion is not None:
             done[key] = event.completion
     assert len(done) == 6
@@ -96,26 +99,15 @@ def test_streamed_pieces_add_up_to_the_text(net):
         assert pieces[key] == completion.text and ids[key] == completion.ids
 
 
-@pytest.mark.parametrize("text", ["naïve café, 12 €", "日本語のテキスト", "🙂🙃 mixed é text 🙂", "plain"])
-def test_no_half_character_is_streamed(text):
-    ids = list(TOKENIZER.encode(text))
-    stream = TextStream(TOKENIZER, ())
-    pieces = [stream.push([token]) for token in ids]
-    assert "".join(pieces) + stream.push([], final=True) == text
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
-@pytest.mark.parametrize("stop", ["b c", "c", "a b c d", "\n\n"])
-def test_a_stop_string_is_never_streamed_in_part(stop):
-    text = "a a b b c d e\n\nf"
-    stream = TextStream(TOKENIZER, (stop,))
-    given = ""
-    for token in TOKENIZER.encode(text):
-        given += stream.push([token])
-        if stream.stopped:
-            break
-    given += stream.push([], final=True)
-    assert given == (text[: text.find(stop)] if stop in text else text)
+@pytest.mark.parametrize("text", ["naïve café, 12 €", "日本語のテキスト", "🙂🙃 mixed é\n\nf", "a b b c"])
+def test_neither_half_characters_nor_parts_of_a_stop_string_are_streamed(text):
+    for stop in (" b c", "é", "a b b c d", "\n\n", "nothing of it"):
+        stream, pieces = TextStream(TOKENIZER, (stop,)), []
+        for token in TOKENIZER.encode(text):
+            if not stream.stopped:
+                pieces.append(stream.push([token]))
+        assert stream.stopped == (stop in text) and not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) + stream.push([], final=True) == text.split(stop)[0]
 
 
 # ---- what it refuses
@@ -186,10 +178,14 @@ def test_mode_and_gradients_are_left_as_they_were_and_nothing_to_write_completes
 
 
 def test_one_look_at_the_host_per_step(net):
-    engine = engine_of(net)
-    engine.generate(requests([4, 40, 80, 3, 7], drawn(9)))
+    engine, steps = engine_of(net), 0
+    for request in requests([4, 40, 80, 3, 7], drawn(9)):
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+        steps += 1
     stats = engine.stats()
-    assert stats["host_syncs"] == stats["steps"]
+    assert stats["host_syncs"] <= steps
     assert stats["read_tokens"] == 134 and stats["decoded_tokens"] == 5 * 8
 
 
@@ -230,7 +226,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     shared = tokens(24)
     images = [pictured(i, " x", (16, 16)) for i in range(3)]
-    submitted, parked, ends = 0, [], {}
+    submitted, parked, ends = 0, [], Counter()
     alive: set[str] = set()
     while submitted < count or engine.has_work or parked:
         while submitted < count and len(engine.scheduler.waiting) < 8:
@@ -253,7 +249,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
             submitted += 1
         for event in engine.step():
             if event.completion is not None:
-                ends[event.completion.finish_reason] = ends.get(event.completion.finish_reason, 0) + 1
+                ends[event.completion.finish_reason] += 1
         alive &= set(engine.scheduler.states)
         roll = rng.random()
         if alive and roll < 0.25:
@@ -276,12 +272,9 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
 )
 def test_every_slot_and_page_comes_back(count, seed):
     """Mixed requests with cancellations, pauses and a prefix cache that must be evicted to make room."""
-    thin = dict(
-        num_attention_heads=4, hidden_size=16, num_hidden_layers=2, kv_lora_rank=8, intermediate_size=16
-    )
-    heads = dict(num_heads=4, head_dim=4, kda_layers=[1])
-    thin["num_attention_heads"] = 4
-    net = model(0, **thin, num_experts=0, attn_res="none", linear_attn_config=heads)
+    linear = dict(num_heads=4, head_dim=4, kda_layers=[1])
+    thin = dict(hidden_size=16, num_hidden_layers=2, kv_lora_rank=8, intermediate_size=16)
+    net = model(0, num_attention_heads=4, **thin, num_experts=0, attn_res="none", linear_attn_config=linear)
     engine = engine_of(net, max_slots=6, max_pages=24, prefix_cache=3, checkpoint_every=8, prefill_chunk=64)
     ends = churn(engine, count, seed)
     assert min(ends[reason] for reason in ("stop", "length", "cancelled")) > count // 50

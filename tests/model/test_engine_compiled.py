@@ -1,13 +1,11 @@
 """The compiled decoder beside the modules (its logits: test_engine_logits.py): when it stands aside, that new
 weights reach it, and which bits it promises."""
 
-import numpy as np
 import pytest
 import torch
 from engine_cases import (
     SHAPES,
     TOKENIZER,
-    all_returned,
     by_sample,
     drain,
     drawn,
@@ -47,19 +45,6 @@ def test_neither_threads_nor_neighbours_nor_cuts_change_a_bit(shape):
         handles[index] = engine.resume(engine.pause(request.id))
     drain(engine)
     equal_bits(base, by_sample(handle.completions[0] for handle in handles))
-
-
-def test_chosen_experts_are_recorded(monkeypatch):
-    net, answers = model(0, **EVERY["many_experts"]), []
-    for kernels in ("auto", "torch"):
-        monkeypatch.setenv("EF_KERNELS", kernels)
-        engine = engine_of(net, max_slots=4)
-        assert (engine.runner.compiled is not None) == (kernels == "auto")
-        done = engine.generate(requests([5, 8, 3], drawn(9), capture_routing=True))
-        answers.append([(c.ids, np.sort(c.routing, axis=-1).tolist()) for c in done])
-        all_returned(engine)
-    assert answers[0] == answers[1]
-    assert [len(routing) for _, routing in answers[0]] == [13, 16, 11]
 
 
 def test_it_stands_aside(monkeypatch, request):

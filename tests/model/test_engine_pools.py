@@ -19,7 +19,6 @@ from engine_cases import (
 )
 
 from earlyfusion.kernels.attention.tiles import attend_in_tiles
-from earlyfusion.model.cache import KdaSlots, MlaPages
 from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.requests import Request, SamplingParams
 
@@ -28,43 +27,16 @@ def pools(page_size: int = 4, dtype=torch.float32) -> Pools:
     return Pools.allocate(CONFIG.text, 3, 6, page_size, torch.zeros(1, dtype=dtype))
 
 
-def memory(some: Pools) -> list[torch.Tensor]:
-    """Every tensor of slots and pages."""
-    found = []
-    for layer in some.layers:
-        found += [layer.latents_XR] if isinstance(layer, MlaPages) else layer.tensors()
-    return found
-
-
-def pages_of(some: Pools) -> torch.Tensor:
-    return next(layer for layer in some.layers if isinstance(layer, MlaPages)).pages_PSR
-
-
-def test_pages_are_shared_copied_on_write_and_counted():
-    some = pools()
-    page = some.take_page()
-    pages_of(some)[page] = 7.0
-    some.share([page])
-    copy = some.own_page(page)
-    assert copy != page and (pages_of(some)[copy] == 7.0).all()
-    pages_of(some)[copy, 0] = 1.0
-    assert (pages_of(some)[page] == 7.0).all()
-    assert some.own_page(page) == page  # the only holder writes in place
-    assert len(some.free_pages) == 6 - 2
-    some.release([page, copy])
-    assert len(some.free_pages) == 6 and not some.references
-
-
 def test_taken_pages_and_slots_are_empty_whatever_stood_there_and_padding_is_never_given_out():
     """A masked key must be finite and a new sequence starts from nothing, even after a model that produced
     NaN. States are float32 whatever the weights are."""
     some = pools(dtype=torch.bfloat16)
-    states = [layer.state_SHKV.dtype for layer in some.layers if isinstance(layer, KdaSlots)]
-    assert set(states) == {torch.float32} and pages_of(some).dtype == torch.bfloat16
-    for tensor in memory(some):
+    states = {layer.state_SHKV.dtype for layer in some.layers if hasattr(layer, "state_SHKV")}
+    assert states == {torch.float32} and some.by_page[0].dtype == torch.bfloat16
+    for tensor in [*some.by_slot, *some.by_page]:
         tensor.fill_(float("nan"))
     pages, slots = [some.take_page() for _ in range(6)], [some.take_slot() for _ in range(3)]
-    assert (pages_of(some)[pages] == 0).all() and 0 not in {*pages, *slots}
+    assert (some.by_page[0][pages] == 0).all() and 0 not in {*pages, *slots}
     state = some.export(slots[1], pages[2:3], 3)
     assert all((tensor == 0).all() for tensor in state.values())
 
@@ -91,7 +63,7 @@ def test_the_padding_rows_of_a_step_leave_no_trace():
     engine = engine_of(model(), max_slots=2, max_pages=60)
     engine.generate([Request("r", tokens(3), SamplingParams(200, ignore_eos=True))])
     assert int(engine.runner.length_S[0]) == 0
-    for tensor in memory(engine.pools):
+    for tensor in [*engine.pools.by_slot, *engine.pools.by_page]:
         assert torch.isfinite(tensor).all() and tensor.abs().max() < 1e3
 
 

@@ -45,26 +45,21 @@ def test_matmul_flops_equal_torchs_counter():
     config = tiny_fusion(num_shared_experts=1, num_experts=6, num_experts_per_token=6, q_lora_rank=8)
     model = build(config).eval()
     tokens = 33
-    kinds = config.text.plan()
-    counted = flops.decoder_flops(config.text, [tokens])
-    linear = config.text.linear_attn_config
+    text, linear = config.text, config.text.linear_attn_config
+    counted, kinds = flops.decoder_flops(text, [tokens]), config.text.plan()
     recurrence = 7 * linear.num_heads * linear.head_dim**2 + 6 * linear.num_heads * linear.head_dim * 4
     counted["kda"] -= tokens * recurrence * kinds.count("kda")
-    pairs = tokens * (tokens + 1) // 2
-    counted["mla"] -= (
-        2 * pairs * config.text.num_attention_heads * (config.text.qk_head_dim + config.text.v_head_dim)
-    )
+    counted["mla"] -= tokens * (tokens + 1) * text.num_attention_heads * (text.qk_head_dim + text.v_head_dim)
     totals = dict.fromkeys(("kda", "mla", "moe", "dense"), 0)
-    x = torch.randn(tokens, config.text.hidden_size)
     for layer in model.decoder.layers:
-        projections = [m for m in layer.self_attn.modules() if isinstance(m, torch.nn.Linear)]
-        totals[layer.kind] += sum(2 * tokens * m.weight.numel() for m in projections)
+        projections = [m.weight for m in layer.self_attn.modules() if isinstance(m, torch.nn.Linear)]
+        totals[layer.kind] += 2 * tokens * sum(weight.numel() for weight in projections)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            layer.feed_forward(x)
+            layer.feed_forward(torch.randn(tokens, text.hidden_size))
         totals["moe" if layer.sparse else "dense"] += counter.get_total_flops()
+    totals["head"] = 2 * tokens * text.vocab_size * text.hidden_size
     for room, total in totals.items():
         assert counted[room] == pytest.approx(total, rel=1e-6), room
-    assert counted["head"] == 2 * tokens * config.text.vocab_size * config.text.hidden_size
 
 
 def test_vision_flops_equal_torchs_counter_without_attention():

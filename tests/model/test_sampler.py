@@ -49,14 +49,6 @@ def test_neighbouring_keys_positions_and_tokens_are_uncorrelated():
             assert abs((table * shifted).mean() / scale) < 0.01
 
 
-def test_noise_depends_on_nothing_but_key_position_and_token():
-    some = gumbel(keys(6), torch.arange(6), 96)
-    for row in range(6):
-        alone = gumbel(keys(6)[row : row + 1].repeat(3), torch.tensor([row]).repeat(3), 160)
-        assert torch.equal(alone[1, :96], some[row])
-    assert len({sequence_key(s, r, i) for s in range(4) for r in ("a", "b", "a|") for i in range(4)}) == 48
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "min_p"), [(1.0, 1.0, 0.0), (0.5, 1.0, 0.0), (1.3, 0.8, 0.0), (1.0, 0.9, 0.2)]
 )

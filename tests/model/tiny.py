@@ -103,17 +103,17 @@ def document(length: int, grids: list[tuple[int, int, int]], config: FusionConfi
 
 def pack(documents: list[TinyBatch]) -> TinyBatch:
     """Documents side by side in one packed row."""
-    starts = [0]
-    for doc in documents:
-        starts.append(starts[-1] + doc.ids.shape[0])
+    segments = Segments.from_lengths([len(doc.ids) for doc in documents])
+    starts = zip(documents, segments.offsets)
+    whole = {
+        name: torch.cat([getattr(doc, name) for doc in documents])
+        for name in ("ids", "labels", "loss_weights", "patches")
+    }
     return TinyBatch(
-        ids=torch.cat([d.ids for d in documents]),
-        labels=torch.cat([d.labels for d in documents]),
-        loss_weights=torch.cat([d.loss_weights for d in documents]),
-        segments=Segments(tuple(d.ids.shape[0] for d in documents)),
-        patches=torch.cat([d.patches for d in documents]),
-        grids=[grid for d in documents for grid in d.grids],
-        media_positions=torch.cat([d.media_positions + start for d, start in zip(documents, starts)]),
+        **whole,
+        segments=segments,
+        grids=[grid for doc in documents for grid in doc.grids],
+        media_positions=torch.cat([doc.media_positions + start for doc, start in starts]),
     )
 
 
