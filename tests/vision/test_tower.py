@@ -112,19 +112,6 @@ def test_tower_agrees_with_an_independent_reference(make_pack, cfg, seed):
         assert (parameter.grad - state[name].grad).abs().max() <= TABLE_TOL * scale, name
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_pack_equals_its_items_one_by_one_in_any_order(make_pack, seed):
-    grids = [(1, 4, 6), (2, 4, 4), (1, 2, 2), (4, 2, 6), (1, 10, 4), (3, 4, 4)]
-    tower = lively(VisionTower(V2), seed).double()
-    patches, grid = make_pack(grids, V2, seed, torch.float64)
-    whole = tower(patches, grid).split(grid.tokens)
-    rows = patches.split(grid.segments.lengths)
-    for order in ([4, 2, 0, 5, 1, 3], *([i] for i in range(6))):
-        some = VisionGrid.from_grids([grids[i] for i in order], V2)
-        got = tower(torch.cat([rows[i] for i in order]), some)
-        assert (got - torch.cat([whole[i] for i in order])).abs().max() <= PACK_TOL
-
-
 def test_packing_leaks_no_gradient_between_items_and_waits_for_no_device_value(make_pack):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
