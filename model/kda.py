@@ -134,6 +134,7 @@ class KimiDeltaAttention(nn.Module):
             state, taps, keep = None, None, past is not None
             if past is not None and not past.plan.fresh:
                 state, taps = past.memory.load(past.plan.slots_N, past.plan.last_NW[:, 0])
+                taps = taps.contiguous()  # kernels take rows as they lie in memory
             qkv, taps = resolve("short_conv", x_TD)(
                 qkv, weight, segments, initial_taps_NCW1=taps, output_taps=keep
             )
