@@ -115,8 +115,7 @@ def test_a_model_that_knows_the_answers_scores_one_in_every_repeat(data, form):
 
     def value(request):
         found = request.continuation.strip()
-        known = found in right if form == "cf" else found == f"({letter(request.context)})"
-        return -1.0 if known else -50.0
+        return float(found in right if form == "cf" else found == f"({letter(request.context)})")
 
     metrics = run_task(Scripted(say, value), made)["metrics"]
     assert (metrics["score"], metrics["n"], metrics["samples"], metrics["chance"]) == (1.0, 12, 48, 0.25)

@@ -142,12 +142,13 @@ class World:
         os.mkfifo(self.folder / "fifo")
         with contextlib.suppress(OSError):
             os.setxattr(path, "user.a", b"1")
-        unix, inet, stream, datagram = socket.AF_UNIX, socket.AF_INET, socket.SOCK_STREAM, socket.SOCK_DGRAM
+        stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
         names = {"unix": f"{self.folder}/unix", "unix_datagram": f"{self.folder}/datagram"}
         names["abstract"] = f"\0world-{os.getpid()}"
-        kinds = dict(zip(names.values(), (stream, datagram, stream)))
-        self.listeners = [listening(unix, kind, name) for name, kind in kinds.items()]
-        self.listeners += [listening(inet, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)]
+        kinds = zip(names.values(), (stream, datagram, stream))
+        self.listeners = [listening(socket.AF_UNIX, kind, name) for name, kind in kinds]
+        ports = [listening(socket.AF_INET, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)]
+        self.listeners += ports
         for name in ("secret", "fifo", "unix", "datagram"):
             (self.folder / name).chmod(0o666)
             os.chown(self.folder / name, owner, owner)
@@ -172,8 +173,8 @@ class World:
             "name": self.folder.name,
             "pid": os.getpid(),
             "victim": self.victim,
-            "tcp": self.listeners[3].getsockname()[1],
-            "udp": self.listeners[4].getsockname()[1],
+            "tcp": ports[0].getsockname()[1],
+            "udp": ports[1].getsockname()[1],
             "key": self.key,
             "shm_key": self.shm_key,
         }
