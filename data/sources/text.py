@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from pydantic import PositiveInt
@@ -123,7 +123,7 @@ class StdlibCode(Listed):
             yield f"{key} {len(text)}"
 
 
-@lru_cache(maxsize=4)
+@cache
 def _library(total_bytes: int) -> tuple[tuple[str, str], ...]:
     """(relative path, text) of library files in hash order until `total_bytes` are reached."""
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -9,7 +9,7 @@ words       the text in quotes, its colour and ground
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 from PIL import Image, ImageDraw
@@ -37,7 +37,7 @@ well went west wheel wide wild wind wing wire wise wolf wood word work yard year
 """.split()
 
 
-@lru_cache(maxsize=2)
+@cache
 def vocabulary(heldout: bool) -> tuple[str, ...]:
     """Words of one side; the two sides share none."""
     return tuple(word for word in _WORDS if on_side(f"word/{word}", heldout))

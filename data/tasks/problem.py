@@ -34,9 +34,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
-from earlyfusion.data.synth.graph import HELDOUT_FRACTION, Graph, Question
+from earlyfusion.data.synth.graph import Graph, Question, on_side
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.text import exact_match, first_line
@@ -172,8 +171,7 @@ class Kind:
 class Task:
     """Problems and their rewards, by level of difficulty; and the exam, a benchmark's questions by kind.
 
-    levels: knobs of difficulty 0, 1, ...; none for a task that is an exam alone. fraction: share of
-    combinations on the held-out side.
+    levels: knobs of difficulty 0, 1, ...; none for a task that is an exam alone.
 
     kinds: category -> kind of question of the exam, asked in turn; none for a task without one. make: makes
     the graphs they are asked about. listed: questions that a graph lists for an exam. answer_tokens: most
@@ -182,7 +180,6 @@ class Task:
 
     name: ClassVar[str]
     levels: ClassVar[tuple[Knobs, ...]] = ()
-    fraction: float = HELDOUT_FRACTION
     scorer: ClassVar[Callable[..., float]] = staticmethod(rewards.words)
     kinds: ClassVar[Mapping[str, Kind]] = {}
     make: ClassVar[Callable[..., Graph]]
@@ -211,7 +208,7 @@ class Task:
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""
-        return held_out(combination, self.fraction)
+        return on_side(combination, heldout=True)
 
     def reward(self, problem: Problem, response_text: str) -> float:
         """Reward in [0, 1] of any text: the score of its final answer; 0 where there is none, or none that
