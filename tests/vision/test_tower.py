@@ -17,7 +17,7 @@ from earlyfusion.vision.encoder import (
     import_tower,
     zero_anchor,
 )
-from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.grid import VisionGrid, resample_taps
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
@@ -244,3 +244,31 @@ def test_a_tower_of_ones_own_is_named_by_its_place_and_a_model_directory_imports
         build_tower(VisionConfig.preset("tiny", tower="moonvitt"))
     with pytest.raises(UserError, match="cannot be imported"):
         import_tower("earlyfusion.vision.encoder:Nothing")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(2, 2), (4, 10), (16, 16), (18, 6), (64, 64), (66, 128), (2, 130)])
+def test_weighted_gather_equals_interpolate(size, mode, seed):
+    torch.manual_seed(seed)
+    table = torch.rand(64, 64, 5, dtype=torch.float64) * 2 - 1
+    index, weight = resample_taps(*size, 64, 64, mode)
+    got = (table.flatten(0, 1)[torch.from_numpy(index)] * torch.from_numpy(weight)[..., None]).sum(1)
+    expected = F.interpolate(
+        table.permute(2, 0, 1)[None], size, mode=mode, align_corners=False, antialias=False
+    )
+    assert (got - expected[0].flatten(1).T).abs().max() <= 1e-6  # float32 weights of unit-size entries
+
+
+@pytest.mark.parametrize(
+    "grid, message",
+    [
+        ((1, 3, 4), "multiples"),
+        ((1, 0, 4), "multiples"),
+        ((5, 2, 2), "frames"),
+        ((1, 2, 514), "patches a side"),
+    ],
+)
+def test_impossible_grids_are_refused(grid, message):
+    with pytest.raises(ValueError, match=message):
+        VisionGrid.from_grids([grid], VisionConfig.preset("tiny"))
