@@ -182,12 +182,12 @@ def test_a_flipped_bit_of_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_p
     keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300), keep=3)
     for step in (1, 2):
         keeper.save(step, model={"w": torch.arange(9.0) * step}, optimizer={}, trainer={}, lanes={0: step})
-    path = keeper.latest() / "model.safetensors"
+    path = keeper.folder / "step-000002" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert keeper.start(resume=True).step == 1
     assert "step-000002 is damaged (model.safetensors" in capsys.readouterr().err
-    (tmp_path / "checkpoints" / "step-000001" / "run.json").unlink()
+    (keeper.folder / "step-000001" / "run.json").unlink()
     assert "none of the" in refusal(capsys, lambda: keeper.start(resume=True))
 
 
