@@ -27,6 +27,7 @@ def launch(
     What would fail after the set-up, or hours later, is tried first: the output folder, trackers, the
     launcher's settings, and what `check` looks at (evaluation tasks, the reward). Raises UserError.
     """
+    # Cheap things first: nobody should wait for a model to learn that a folder is a file.
     check_launcher(config.train.mixed_precision)
     check_folder(config.run.directory)
     check_trackers(config.track.trackers)
@@ -35,6 +36,7 @@ def launch(
         show(config)
         return EXIT_OK
 
+    # From here on processes hold memory and files, which `close` gives back whatever happens.
     tie_to_launcher()
     training = stage(config, parsed.resume)
     try:
@@ -48,6 +50,7 @@ def launch(
 def check_folder(directory: str | Path) -> None:
     """UserError when an output folder cannot be made or written; nothing is made."""
     path = Path(directory)
+    # The nearest folder above that exists decides.
     while not path.exists() and not path.is_symlink() and path.parent != path:
         path = path.parent
     if not path.is_dir():

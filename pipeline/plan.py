@@ -42,6 +42,7 @@ SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14
 def meta_model(config: RunConfig) -> NativeFusion:
     """The recipe's model without storage. The media token's id matters to no size, so the last id stands for
     it."""
+    # Shapes alone: 48 billion parameters take no byte here.
     fusion = FusionConfig(text=config.model, vision=config.vision, media_token_id=config.model.vocab_size - 1)
     with torch.device("meta"):
         return NativeFusion(fusion)
@@ -49,6 +50,7 @@ def meta_model(config: RunConfig) -> NativeFusion:
 
 def size_table(config: RunConfig, model: NativeFusion) -> Table:
     """Parameters, and forward + backward FLOPs per token (decoder) or per patch (vision), by part."""
+    # Costs are of a document of the first stage's length: attention makes them grow with it.
     count = count_parameters(model)
     length = config.stages[0].length
     side = min(SIDE_PATCHES, int(config.vision.in_patch_limit**0.5) // 2 * 2)
@@ -88,6 +90,7 @@ def routing_table(config: RunConfig, model: NativeFusion) -> Table:
     for group in param_groups(config.optim, model):
         decay = "yes" if group["weight_decay"] else "no"
         for fqn, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
+            # 27 layers that are alike are one row.
             name = re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn)
             sizes = " x ".join(map(str, param.shape)) or "scalar"
             rows[name, sizes, group["family"], decay, blocks_in_words(param.shape, spec)] += 1
@@ -184,6 +187,7 @@ def banner(training: Any) -> str:
         flops = tokens * sum(cost for part, cost in by_part.items() if part not in VISION) / length
         time = duration(flops / (USUAL_MFU * training.meter.peak * runtime.world))
 
+    # Of experts a token passes a few, so both sizes matter: what is stored, what is computed.
     count = count_parameters(model)
     begun = f", from step {training.step}" if training.step else ""
     return (

@@ -125,6 +125,7 @@ class Progress:
         parts += [form.format(numbers[key]) for key, form in FIELDS.items() if key in numbers]
         parts += [f"{key} {numbers[key]:,.0f}" for key in sorted(numbers) if key.startswith(COUNTED)]
 
+        # A study has thirty kinds of prompts; a line has room for some.
         kinds = sorted(key for key in numbers if key.startswith("reward/"))
         parts += [f"{key.removeprefix('reward/')} {numbers[key]:.2f}" for key in kinds[:LISTED]]
         if len(kinds) > LISTED:
@@ -138,6 +139,7 @@ class Progress:
 
     def view(self) -> Group:
         """What stands on a terminal: it folds where the screen ends, and nothing is cut."""
+        # A resume for fewer steps may stand beyond its end.
         done = min(1.0, self.step / self.total) if self.total else 1.0
         head = (
             f"{self.title} {self.unit} {self.step}/{self.total} {'━' * round(20 * done)} {done:.0%}".strip()

@@ -55,6 +55,7 @@ def build_curated(
     ptx = config.ptx
     if config.data is None or not (ptx.coef or ptx.only):
         return None
+    # Rows of their own beside the rollouts: their loss has its own normaliser.
     return Loader(
         config.data,
         tokenizer,

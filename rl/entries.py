@@ -17,6 +17,7 @@ _LABEL = re.compile(rf"([^/]+)(?:/(\d+)(?:/({'|'.join(FORMS)}))?)?(?:/(thought|t
 def entry_of(label: str) -> TaskEntry:
     """TaskEntry of "counting", "counting/1", "counting/1/twin", "counting/1/twin/thought" or
     "counting/1/twin/tools". Raises DataError."""
+    # A label is what tables and files show, so what is read there can be asked for again.
     match = _LABEL.fullmatch(label)
     if match is None:
         raise DataError(

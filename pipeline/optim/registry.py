@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Registered] = {}
 def optimizer(name: str, matrices: Family) -> Callable[[Build], Build]:
     """Register a function that makes an optimizer."""
 
+    # The function itself stays what it is, so that it can be called and tested without the registry.
     def register(build: Build) -> Build:
         OPTIMIZERS[name] = Registered(build, matrices)
         return build

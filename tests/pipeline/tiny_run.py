@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -171,9 +172,14 @@ def start(
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port for the ranks to meet at."""
+    while True:
+        # Below the range from which the kernel serves outgoing connections: between this look and the bind of
+        # rank 0 nobody else is given it, and no rank meets the store of another run.
+        port = SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return str(port)
 
 
 def two_ranks(recipe: Path, out: Path, *words: str) -> list[subprocess.Popen]:
