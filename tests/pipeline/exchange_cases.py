@@ -4,11 +4,10 @@ test_picture_exchange.py."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_run import tiny_recipe
+from tiny_run import tiny_text
 
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.pack import PackedBatch, assemble
@@ -78,9 +77,8 @@ def step_of(world: int, name: str) -> Step:
 
 def config() -> FusionConfig:
     """KDA and MLA, MoE, AttnRes; odd widths; clips of four frames."""
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": PAD}
     return FusionConfig(
-        text={**tiny_recipe(Path())["model"], **ids, "vocab_size": 97, "initializer_range": 0.1},
+        text=tiny_text(initializer_range=0.1),
         vision=VisionConfig.preset("tiny", patch_size=4, num_hidden_layers=2),
         media_token_id=MEDIA,
     )

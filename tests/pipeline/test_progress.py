@@ -85,16 +85,6 @@ def test_no_number_is_cut_whatever_the_screen(record, width, height):
     assert ("24 more" in words) == (record is RL)
 
 
-def test_one_slow_step_does_not_throw_the_time_left_off():
-    view = Progress(Console(file=io.StringIO()), 100)
-    assert view.seconds_left() is None
-    for step in range(1, 51):
-        view.update(step, {"step_s": 1.0})
-    assert view.seconds_left() == pytest.approx(50)
-    view.update(51, {"step_s": 10.0})  # an evaluation
-    assert 49 < view.seconds_left() < 2 * 49
-
-
 def test_an_evaluation_shows_how_far_it_is():
     log, screen_ = Console(file=io.StringIO()), terminal(80)
     for console in (log, screen_):

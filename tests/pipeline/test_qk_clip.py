@@ -10,9 +10,9 @@ import muon_rank
 import pytest
 import torch
 from tiny_mla import TinyMLA, TinyModel, fill_gradients
+from tiny_run import tiny_text
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.mla import MultiHeadLatentAttention
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.config.schema import OptimSection
@@ -119,31 +119,13 @@ def test_muonclip_clips_after_its_update_and_leaves_momentum_alone():
 @pytest.mark.parametrize("q_lora_rank", [None, 16])
 def test_the_real_attention_layer_comes_down_to_tau(q_lora_rank):
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        intermediate_size=48,
-        num_attention_heads=2,
-        kv_lora_rank=16,
-        q_lora_rank=q_lora_rank,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        num_experts=0,
-        attn_res="none",
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        linear_attn_config={"num_heads": 2, "head_dim": 16, "kda_layers": [], "full_attn_layers": [1]},
-    )
-    layer = MultiHeadLatentAttention(config)
+    layer = MultiHeadLatentAttention(tiny_text(q_lora_rank=q_lora_rank))
     query = layer.q_proj if q_lora_rank is None else layer.q_b_proj
     with torch.no_grad():
         for param in layer.parameters():
             if param.ndim == 2:
                 param.normal_(0, 0.2)
-        query.weight[24:].mul_(300.0)  # head 1
+        query.weight[12:].mul_(300.0)  # head 1
     segments = Segments.from_lengths([7, 5])
     x = torch.randn(12, 32)
     clip = QKClip(layer, tau=20.0)

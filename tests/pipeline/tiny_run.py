@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
+from earlyfusion.model.config import ModelConfig
 from earlyfusion.pipeline import evaluate, pretrain
 from earlyfusion.pipeline.config.compose import compose, recipe_names, to_toml
 from earlyfusion.pipeline.track import read_metrics
@@ -129,6 +130,12 @@ def changed(recipe: dict[str, Any], **changes: Any) -> dict[str, Any]:
             node = node[int(part)] if part.isdigit() else node.setdefault(part, {})
         node[parts[-1]] = value
     return recipe
+
+
+def tiny_text(**changes: Any) -> ModelConfig:
+    """The text model of the tiny recipe by itself."""
+    ids = {"vocab_size": 97, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return ModelConfig.model_validate({**tiny_recipe(Path())["model"], **ids, **changes})
 
 
 def write_recipe(path: Path, recipe: Mapping[str, Any]) -> Path:

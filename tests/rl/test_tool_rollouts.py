@@ -107,22 +107,6 @@ def test_prompt_and_turns_are_the_document_of_training_token_for_token(folder, t
             assert [*trajectory.prompt.ids.tolist(), *trajectory.tail[0]] == whole[:-1]
 
 
-def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
-    def say(name, prompt):
-        return look_then_tell(name, prompt) if "<|open|>" in prompt else []
-
-    seen = []
-    for tools in (True, False):
-        tasks = [{"name": "colour_shape"}, {"name": "counting", "tools": tools}]
-        made = tool_training(folder, tmp_path / str(tools), say, tasks=tasks, rollout={"max_new_tokens": 120})
-        groups, _ = collected(made)
-        plain = [g for g in groups if g.prompt.entry == 0]
-        assert len(plain) == 2 and not any(t.inserted for g in plain for t in g.trajectories)
-        seen.append([[(t.ids, t.text) for t in g.trajectories] for g in plain])
-    assert seen[0] == seen[1]
-    assert made.collector.tool_runner is None  # no tools: no sandbox is started at all
-
-
 def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path):
     """Read are the prompts, once for a group, and for every turn what the tool said and the token before it.
     Oracle: turns that read everything again."""
@@ -154,9 +138,8 @@ def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path)
 # trained
 
 
-def by_hand(made, seen, everything=False):
-    """The loss by definition: every answer by itself, labels on generated tokens only (or, to see the test
-    fail, on what the tool said too)."""
+def by_hand(made, seen):
+    """The loss by definition: every answer by itself, labels on generated tokens only."""
     net, answers = made.model, flat([g.trajectories for g in seen.groups])
     logp, old, lengths = [], [], []
     for trajectory in answers:
@@ -165,8 +148,8 @@ def by_hand(made, seen, everything=False):
         for part in (*trajectory.inserted, Inserted(len(trajectory.ids), ())):
             own = trajectory.ids[start : part.at]
             ids += [*own, *part.ids]
-            labels += own + (list(part.ids) if everything else [-100] * len(part.ids))
-            said += trajectory.completion.logprobs[start : part.at] + [-1.0] * len(part.ids) * everything
+            labels += own + [-100] * len(part.ids)
+            said += trajectory.completion.logprobs[start : part.at]
             start = part.at
         prompt = trajectory.prompt
         row = Row(
@@ -221,8 +204,6 @@ def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_con
     assert tokens == sum(len(t.ids) for t in answers)
     net.zero_grad(set_to_none=True)
     assert distance(got, by_hand(made, seen)) < GRAD_RTOL
-    net.zero_grad(set_to_none=True)
-    assert distance(got, by_hand(made, seen, everything=True)) > 100 * GRAD_RTOL
 
 
 def unheld(made, trajectory):
