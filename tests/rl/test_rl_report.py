@@ -19,7 +19,7 @@ from earlyfusion.eval.measured import Measured
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.report.data import data_uri
 from earlyfusion.rl.report.gallery import Group, flips, redraw, sorts, task_options
-from earlyfusion.rl.report.run import by_task, changes, read_measured, write_rl_report
+from earlyfusion.rl.report.run import changes, read_measured, write_rl_report
 from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
 
 
@@ -166,12 +166,6 @@ def test_odd_answers_do_not_break_the_page_and_long_ones_open_to_the_whole(tmp_p
     assert "&lt;script&gt;" in page and "␀␇" in page and "(nothing)" in page and "timeout" in page
     assert f"<pre>{'y' * 5000}</pre>" in page and f'said">…{"y" * 160}<' in page and 'said">17 ' in page
     assert "could not be drawn" not in page
-
-
-def test_many_kinds_of_prompts_get_a_chart_for_each_task():
-    curves = dict.fromkeys([f"{name}/{level}/twin" for name in ("ocr", "maze") for level in range(5)])
-    assert {task: len(part) for task, part in by_task(curves).items()} == {": ocr": 5, ": maze": 5}
-    assert list(by_task({"ocr/0/twin": None})) == [""]
 
 
 def test_the_verb_makes_the_report_and_refuses_other_folders(run, tmp_path, capsys):
