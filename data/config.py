@@ -24,6 +24,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    # What a name means is fixed by the sources; what follows holds for all of them.
     sources: list[SourceConfig] = Field(min_length=1)
     """The mixture."""
     seed: int = Field(0, ge=0)
@@ -41,6 +42,7 @@ class DataConfig(BaseModel):
     max_bad_share: float = Field(0.1, ge=0, le=1)
     """on_bad_sample = "skip": largest share of bad samples before a process stops the run; looked at from 200
     samples on."""
+    # None of these three changes a batch, only who waits for whom.
     prefetch: Literal["none", "thread", "process"] = "thread"
     """Who prepares the next steps: nobody, a thread, or processes."""
     prefetch_steps: PositiveInt = 2

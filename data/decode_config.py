@@ -19,6 +19,7 @@ class DecodeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    # Part of what a resume compares: it changes pixels.
     fast: bool = True
     """Resize with the vectorised uint8 bicubic filter and let libjpeg shrink large JPEGs while decoding them;
     false decodes in full and resizes with Pillow, at about a third of the speed (the difference:

@@ -22,6 +22,7 @@ class BadSample(DataError):
     says.
     """
 
+    # A reason beside the text: counters need one word, people a sentence.
     def __init__(self, message: str, reason: str = "unreadable") -> None:
         super().__init__(message)
         self.reason = reason
@@ -58,6 +59,7 @@ def one_sample(where: str) -> Iterator[None]:
     and counted. A DataError passes: it is about a whole source or its configuration, and no other sample
     would fare better.
     """
+    # Not BaseException: an interrupt is meant for the run.
     try:
         yield
     except DataError:

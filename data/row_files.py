@@ -41,6 +41,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+# A function for the number of the line: the loop above has no place for its own error.
 def _line(path: Path, number: int, line: str) -> Any:
     try:
         return json.loads(line)

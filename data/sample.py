@@ -167,6 +167,7 @@ class VideoFile:
     leaves the choice to the configuration (see data/video.py).
     """
 
+    # A path stays a path: a long video is read by the decoder, never copied into a process.
     video: bytes | str | Path
     suffix: str = ""
     max_frames: int | None = None
@@ -176,6 +177,7 @@ class VideoFile:
 
 def question_text(question: str) -> str:
     """How a question stands in a document, up to where the answer begins."""
+    # Without a space at the end: most tokenizers put it in front of the next word.
     return f"\nQ: {question}\nA:"
 
 
@@ -197,6 +199,7 @@ class Region:
     corner.
     """
 
+    # In pixels of the file, so that a change of the model's resolution needs no new labels.
     label: str
     box: Box | None = None
     point: Point | None = None

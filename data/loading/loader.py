@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 import torch
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.loading.lane import Geometry, Lane, Spec, Watch, add_skip
 from earlyfusion.data.loading.mixture import Schedule
 from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.data.loading.stats import append_skipped, check_skipped, total
+from earlyfusion.data.loading.stats import FILE, append_skipped, total
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
@@ -48,6 +48,8 @@ from earlyfusion.vision.config import VisionConfig
 STALL_S = 600.0
 """Seconds that a preparation may spend on one sample before the run stops and names it."""
 _POLL_S = 0.2
+MIN_READ = 200
+"""Samples of a process before the share of bad ones says anything."""
 _PIPE_BYTES, _SET_PIPE_SIZE = 1 << 20, 1031
 """1 MiB in place of 64 KiB; F_SETPIPE_SZ of Linux."""
 
@@ -307,9 +309,20 @@ class Loader:
         if skipped:
             if self.log is not None:
                 append_skipped(self.log, skipped)
-            last = skipped[-1]["message"]
-            check_skipped(total(self._states.values()), self.spec.data.max_bad_share, last)
+            self._check_share(skipped[-1]["message"])
         return [batches[lane] for lane in self._states]
+
+    def _check_share(self, last: str) -> None:
+        """Raise DataError when too large a share of the samples is bad; `last` is the message of one."""
+        # Few samples say nothing: the first of a run may be bad by chance.
+        counts, most = total(self._states.values()), self.spec.data.max_bad_share
+        bad = counts["skipped"].total()
+        read = bad + counts["documents"].total()
+        if read >= MIN_READ and bad > most * read:
+            raise DataError(
+                f"{bad} of {read} samples cannot be used ({bad / read:.1%}), data.max_bad_share allows"
+                f" {most:.1%} ({told(counts['skipped'])}; last: {last}); see {FILE}"
+            )
 
     def close(self) -> None:
         """Stop the prefetch. The loader can go on afterwards: the next step starts it again."""

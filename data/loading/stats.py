@@ -14,12 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import DataError, told
 from earlyfusion.kernels.files import read_jsonl
 
 FILE = "skipped.jsonl"
-MIN_READ = 200
-"""Samples of a process before the share of bad ones says anything."""
 
 
 def skip_file(folder: str | Path, rank: int = 0) -> Path:
@@ -56,15 +53,3 @@ def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
         for name, counts in state["counts"].items():
             sums.setdefault(name, Counter()).update(counts)
     return sums
-
-
-def check_skipped(counts: Mapping[str, Counter[str]], most: float, last: str) -> None:
-    """Raise DataError when a larger share of the samples is bad than `most`; `last` is a message of one."""
-    # Few samples say nothing: the first of a run may be bad by chance.
-    bad = counts["skipped"].total()
-    read = bad + counts["documents"].total()
-    if read >= MIN_READ and bad > most * read:
-        raise DataError(
-            f"{bad} of {read} samples cannot be used ({bad / read:.1%}), data.max_bad_share allows {most:.1%}"
-            f" ({told(counts['skipped'])}; last: {last}); see {FILE}"
-        )

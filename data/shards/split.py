@@ -17,6 +17,7 @@ class Numbered:
     """Numbers from 0 over files of the given `counts` of samples."""
 
     def __init__(self, counts: Iterable[int]) -> None:
+        # With a zero in front, so that the first file needs no case of its own.
         self._ends = np.cumsum(np.asarray([0, *counts], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -38,6 +39,7 @@ class Split:
     """
 
     def __init__(self, names: Sequence[str], counts: Sequence[int], fraction: float) -> None:
+        # By its name: files added later move no sample of this one.
         self._counts, self._shift = counts, [digest64("held-out", name) / 2.0**64 for name in names]
         held = [min(m, int(m * fraction + u)) if fraction > 0 else 0 for m, u in zip(counts, self._shift)]
         self._held = held
