@@ -71,7 +71,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def column_tile(width: int, most: int, least: int = 16, waste: float = 0.04) -> int:
+def column_tile(width: int, most: int) -> int:
     """Columns of a tile: the largest power of two of which whole tiles cover ``width`` with little waste.
 
     2304 = 9 x 256 and 2560 = 10 x 256 are covered exactly, where padding to a power of two would idle 44 %
@@ -79,6 +79,6 @@ def column_tile(width: int, most: int, least: int = 16, waste: float = 0.04) -> 
     """
     tile = most
     # Padding to the next power of two would idle almost half of the lanes for common widths.
-    while tile > least and -(-width // tile) * tile > width * (1 + waste):
+    while tile > 16 and -(-width // tile) * tile > width * 1.04:
         tile //= 2
     return tile

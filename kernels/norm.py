@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tens
 
 def rms_norm_closed(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
     """The same with the closed-form gradient; on a CPU half the time of what autograd would assemble."""
-    return _RmsNorm.apply(x, weight, gate, eps, compute_dtype(x))
+    return _RmsNorm.apply(x, weight, gate, eps)
 
 
 def rms_norm_on_gpu(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
@@ -47,16 +47,10 @@ class _RmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.eps = eps
-        wide = accumulate_dtype(x.dtype)
-        y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
-        if gate is not None:
-            y.mul_(gate.to(accumulate_dtype(gate.dtype)).sigmoid())
-        return y.to(out_dtype)
+        return rms_norm(x, weight, gate, eps)
 
     @staticmethod
     @once_differentiable
@@ -76,4 +70,4 @@ class _RmsNorm(torch.autograd.Function):
         # What lies along x changes nothing but its length, which the norm takes away.
         u = dn * w
         mean = torch.linalg.vecdot(u, unit).unsqueeze(-1).div_(-size)
-        return u.addcmul_(unit, mean).mul_(r).to(x.dtype), dweight, dgate, None, None
+        return u.addcmul_(unit, mean).mul_(r).to(x.dtype), dweight, dgate, None

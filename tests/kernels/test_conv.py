@@ -90,22 +90,6 @@ def test_a_neighbour_that_is_nan_does_not_leak():
     assert dx[keep].isfinite().all()
 
 
-def test_decoding_token_by_token_continues_the_row():
-    segments, (x, weight) = inputs((11, 2, 1), 3, seed=1)
-    # [document, step, C].
-    more = randn(3, 5, 3, seed=2)
-    _, taps = conv.short_conv(x, weight, segments, output_taps=True)
-    for n, document in enumerate(x.split(segments.lengths)):
-        length, state = len(document), taps[n : n + 1]
-        whole = torch.cat([document, more[n]])
-        expected, _ = naive.short_conv(whole, weight, Segments((length + 5,)))
-        for step, token in enumerate(more[n]):
-            y, state = conv.short_conv(
-                token[None], weight, Segments((1,)), initial_taps_NCW1=state, output_taps=True
-            )
-            torch.testing.assert_close(y[0], expected[length + step], rtol=0, atol=EXACT.error)
-
-
 @needs_interpreter
 def test_a_slice_of_a_wider_projection_is_read_in_place():
     segments, (x, weight) = inputs((9, 30), 24, seed=5)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from kda_cases import cast, halves, inputs
 
-from earlyfusion.kernels.kda import chunk, naive, step
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.kda import naive, step
 
 # Float64 on both sides; float32 against float64 over one token.
 EXACT, FP32 = 1e-12, 3e-6
@@ -40,17 +39,3 @@ def test_neither_half_precision_nor_autocast_touches_the_state(op):
     assert [x.dtype for x in plain] == [torch.bfloat16, torch.float32]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(torch.equal(a, b) for a, b in zip(plain, op(*half, lower_bound=bound)))
-
-
-@pytest.mark.parametrize("regime", ["init", "bounded"])
-@pytest.mark.parametrize("prefill", [1, 15, 32, 50])
-def test_chunked_prefill_then_steps_equals_the_whole_row(prefill, regime):
-    segments, tensors, bound = inputs((prefill + 6,) * 2, seed=3, group=2, regime=regime)
-    tokens, gate = [x.detach() for x in tensors[:5]], [x.detach() for x in tensors[5:]]
-    whole, _ = naive.kda(*tokens, *gate, segments, lower_bound=bound)
-    whole, *documents = (x.unflatten(0, (2, -1)) for x in (whole, *tokens))
-    head, options = [x[:, :prefill].flatten(0, 1) for x in documents], {"lower_bound": bound}
-    _, state = chunk.kda(*head, *gate, Segments((prefill,) * 2), output_final_state=True, **options)
-    for t in range(prefill, prefill + 6):
-        o, state = step.kda_step(*(x[:, t] for x in documents), *gate, state, bound)
-        torch.testing.assert_close(o, whole[:, t], rtol=0, atol=1e-11)

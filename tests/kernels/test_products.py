@@ -159,8 +159,3 @@ def test_the_setting_is_put_back(monkeypatch):
         assert setting.fp32_precision == "bf16"
     finally:
         setting.fp32_precision = before
-
-
-def test_it_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv(products.ENVIRONMENT, "0")
-    assert not products.quick.__wrapped__()
