@@ -97,6 +97,10 @@ def test_a_slice_of_a_wider_projection_is_read_in_place():
     wide[:, 7:31] = x.float()
     want, _ = triton_conv.short_conv(x.float(), weight.float(), segments)
     assert torch.equal(triton_conv.short_conv(wide[:, 7:31], weight.float(), segments)[0], want)
+    # Zero taps, channels last as a cache holds them, are no taps.
+    taps = torch.zeros(2, 3, 24).transpose(1, 2)
+    got, _ = triton_conv.short_conv(x.float(), weight.float(), segments, initial_taps_NCW1=taps)
+    assert torch.equal(got, want)
 
 
 @BOTH

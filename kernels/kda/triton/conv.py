@@ -160,12 +160,12 @@ def short_conv(
         ValueError: naming the argument, for a wrong shape, dtype or device, a last axis that is not dense,
             fewer than 2 taps, or tokens that do not fit the segments.
     """
-    taps = initial_taps_NCW1
+    # Caches hold taps channels last.
+    taps = None if initial_taps_NCW1 is None else initial_taps_NCW1.contiguous()
     check_conv(x_TC, weight_CW, taps, segments)
     check_tensors("short_conv", x_TC, FLOATS, "rows", x=x_TC, weight=weight_CW, initial_taps=taps)
     trains = torch.is_grad_enabled() and (x_TC.requires_grad or weight_CW.requires_grad)
     if segments.total == 0 or (taps is not None and (trains or taps.requires_grad)):
         return conv.short_conv(x_TC, weight_CW, segments, initial_taps_NCW1=taps, output_taps=output_taps)
-    dense = None if taps is None else taps.contiguous()
-    y_TC = _TritonConv.apply(x_TC, weight_CW.contiguous(), dense, segments)
+    y_TC = _TritonConv.apply(x_TC, weight_CW.contiguous(), taps, segments)
     return y_TC, conv.final_taps(x_TC, taps, segments, weight_CW.shape[1]) if output_taps else None
