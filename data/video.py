@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from earlyfusion.data.decode import Media
 from earlyfusion.data.decode_config import VIDEO_BACKENDS, DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.picture import Media
 from earlyfusion.data.sample import MEDIA_BYTES, VideoFile, within
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.vision.config import VisionConfig

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from earlyfusion.data.decode import Media, decode_frames, decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.regions import write_regions
-from earlyfusion.data.picture import Media, decode_frames, decode_picture
 from earlyfusion.data.sample import Image, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video

@@ -23,9 +23,9 @@ import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.data.decode import decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.picture import decode_picture
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer

@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image as PILImage
 
+from earlyfusion.data.decode import decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.picture import FORMATS, decode_picture, open_picture
+from earlyfusion.data.picture import FORMATS, open_picture
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, prepare_image, unpatchify
 
