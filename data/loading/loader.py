@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import io
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
@@ -33,6 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from earlyfusion.data.config import DataConfig
@@ -206,8 +208,8 @@ def _work(spec: Spec, states: States, writer: Connection, watch: Watch) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors go as NumPy arrays: torch's own way through shared memory would leave files behind when a
-    worker is killed, and a pipe goes with its ends."""
+    """Tensors go as NumPy arrays, which hand out their buffers: torch's own way through shared memory would
+    leave files behind when a worker is killed, and a pipe goes with its ends."""
 
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -217,15 +219,35 @@ class _Pickler(pickle.Pickler):
 
 def send(connection: Connection, item: Any) -> None:
     """Write `item` (CPU tensors inside); raises BrokenPipeError when nobody reads any more."""
-    packed = io.BytesIO()
-    _Pickler(packed, pickle.HIGHEST_PROTOCOL).dump(item)
-    connection.send_bytes(packed.getbuffer())
+    buffers: list[pickle.PickleBuffer] = []
+    head = io.BytesIO()
+    _Pickler(head, 5, buffer_callback=buffers.append).dump(item)
+    # Bytes of tensors go straight from their memory: copies inside the pickle take seven times as long.
+    views = [buffer.raw() for buffer in buffers]
+    connection.send([view.nbytes for view in views])
+    connection.send_bytes(head.getbuffer())
+    for view in views:
+        while view.nbytes:
+            view = view[os.write(connection.fileno(), view) :]
 
 
 def receive(connection: Connection) -> Any:
     """Read one item of `send`; raises the item where it is an error, and EOFError or OSError when the writer
     is gone, also in the middle of an item."""
-    item = pickle.loads(connection.recv_bytes())
+    # Straight into memory that the tensors keep: no copy in between.
+    sizes = connection.recv()
+    head = connection.recv_bytes()
+    buffers = []
+    for size in sizes:
+        buffer = np.empty(size, dtype=np.uint8)
+        view = memoryview(buffer.data)
+        while view.nbytes:
+            read = os.readv(connection.fileno(), [view])
+            if not read:
+                raise EOFError("the writer went away in the middle of an item")
+            view = view[read:]
+        buffers.append(buffer)
+    item = pickle.loads(head, buffers=buffers)
     if isinstance(item, BaseException):
         raise item
     return item
