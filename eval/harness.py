@@ -251,7 +251,12 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
     # As it will be read back: tuples are lists in the file.
     earlier = now = json.loads(json.dumps(settings))
     if path.is_file():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            earlier = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise EvalError(
+                f"{path}: not settings ({error}); use a new --out, or remove that folder"
+            ) from None
 
     differing = [key for key in earlier | now if earlier.get(key) != now.get(key)]
     # A larger limit goes on with the same questions; every other change is another measurement.

@@ -101,13 +101,13 @@ def update(
 
 
 def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> dict[str, Any]:
-    """`expert_load` {layer: share per expert}, for a log record."""
+    """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
     if not load:
         return {}
     # By the layer's number, as the recipe and the report know it.
     layers = [i for i in range(len(model.decoder.layers)) if model.config.text.is_moe(i)]
     shares = {str(layer): share for layer, share in zip(layers, load["load_share"].tolist(), strict=True)}
-    return {"expert_load": shares}
+    return {"expert_load": shares, "expert_max_violation": float(load["max_violation"].max())}
 
 
 def is_frozen(name: str, entries: Sequence[str]) -> bool:

@@ -4,9 +4,9 @@
     chat_scenes   the same conversations (same seed and number: same picture, questions, programs) over the
                   picture itself
 
-Purpose (Kimi K2.5 §2.2): image operations are learned as programs, in words; pretraining on both carries them
-to pixels. Tool outputs are what the programs really give; they have no loss weight. Every call is a program
-of its own, as in eval/sandbox/host.py, where the picture is stored under the same name.
+Purpose (Kimi K2.5 §2.2): image operations are learned as programs, in words; pretraining on both carries
+them to pixels. Tool outputs are what the programs really give; they have no loss weight. Every call is a
+program of its own, as in eval/sandbox/host.py, where the picture is stored under the same name.
 """
 
 from __future__ import annotations

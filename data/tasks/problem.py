@@ -102,7 +102,10 @@ class Problem:
 
     def media(self) -> Image | Video:
         """The picture, or the clip with its times, as a segment."""
-        return self.meta["graph"].media() if "graph" in self.meta else Image(self.picture)  # type: ignore[arg-type]
+        if "graph" in self.meta:
+            return self.meta["graph"].media()
+        assert self.picture is not None  # asked only where something is seen
+        return Image(self.picture)
 
     @property
     def thought(self) -> str:
