@@ -78,9 +78,8 @@ class Runner:
         # bfloat16.
         weight = model.decoder.embed_tokens.weight
         waits = moe_layers(model) and weight.dtype != torch.bfloat16 and not has_kernel("moe_experts", weight)
-        self.graphs = None
-        if weight.device.type == "cuda" and not waits:
-            self.graphs = DecodeGraphs(self.graph_step, self.device)
+        eager = waits or weight.device.type != "cuda"
+        self.graphs = None if eager else DecodeGraphs(self.graph_step, self.device)
         self.compiled = CompiledDecoder(model.decoder, pools) if can_compile(model.decoder, pools) else None
 
     @torch.inference_mode()  # what is kept was made in it
