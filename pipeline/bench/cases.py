@@ -427,12 +427,7 @@ def muon(setting: Setting) -> Iterator[Case]:
     yield case
 
 
-# ---- What only the check looks at: the operations and outputs that no group above times.
-
-
-def in_lists(op: Side) -> Side:
-    """Operations of AttnRes that take their sources as a list, from one stacked tensor."""
-    return lambda stacked, qw: op(list(stacked.unbind()), qw, EPS)
+# ---- What only the check looks at: the operations that no group above times.
 
 
 def scaled_block(op: Side) -> Side:
@@ -449,42 +444,27 @@ def scaled_block(op: Side) -> Side:
 
 @group
 def others(setting: Setting) -> Iterator[Case]:
-    """Further operations of the registry, and what others return on request."""
+    """The operations of the registry that no group above runs."""
     if not setting.check:
         return
     segments, newest = Segments.from_lengths((37, 1, 64, 11)), Segments.from_lengths((5, 1, 20, 11))
     tokens = segments.total
     leaf, randn = setting.leaf, setting.randn
-    q, k, v = leaf(tokens, 4, 24), leaf(tokens, 2, 24), leaf(tokens, 2, 16)
-
-    # States and normalisers, from which a next chunk starts.
-    yield kda_case("with its state", segments.lengths, 2, 16, "R1", setting, output_final_state=True)
-    taps = [leaf(tokens, 20), leaf(20, 4, dtype=torch.float32)]
-    yield case_of("short_conv", "with its taps", setting, taps, segments, output_taps=True)
-    options: dict[str, Any] = {"causal": True, "scale": 0.2}
 
     # Parts of attention for the engine and for QK-Clip.
-    rows = [randn(newest.total, 4, 24), k.detach(), v.detach()]
+    q, k, v = randn(tokens, 4, 24), randn(tokens, 2, 24), randn(tokens, 2, 16)
+    rows = [randn(newest.total, 4, 24), k, v]
     yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
     law = load(REGISTRY["attention"]["naive"])
-    lse = law(q, k, v, segments, **options)[1].detach()
-    rows = [q.detach(), k.detach(), lse]
-    yield case_of("max_logit", "largest logits", setting, rows, segments, tau=-1e4, **options)
+    lse = law(q, k, v, segments, causal=True, scale=0.2)[1]
+    yield case_of(
+        "max_logit", "largest logits", setting, [q, k, lse], segments, tau=-1e4, causal=True, scale=0.2
+    )
 
-    # AttnRes piece by piece, as the engine and the model call it.
-    stacked, qw = leaf(3, tokens, 20), leaf(4, 20)
-    yield case_of("attnres_phase1", "three sources", setting, [stacked, qw], around=in_lists)
-    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), *(leaf(tokens, 20) for _ in range(2))]
-    yield case_of("attnres_step", "a partial sum", setting, [*rows, leaf(20), leaf(20)], EPS, EPS)
-    rows = [stacked, qw, leaf(4, 20)]
+    # A block of AttnRes as a model without the two-phase schedule calls it; norms and the log-probabilities.
+    rows = [leaf(3, tokens, 20), leaf(4, 20), leaf(4, 20)]
     yield case_of("attnres_block", "four sub-layers", setting, rows, around=scaled_block)
-
-    # Norms with and without a gate; losses where some positions have none.
-    rows = [leaf(tokens, 20), leaf(20)]
-    yield case_of("rms_norm", "plain", setting, rows, None, EPS)
-    yield case_of("rms_norm", "gated", setting, [*rows, leaf(tokens, 20)], EPS)
+    rows = [leaf(tokens, 20), leaf(20), leaf(tokens, 20)]
+    yield case_of("rms_norm", "gated", setting, rows, EPS)
     head, labels = [leaf(tokens, 16), leaf(67, 16)], labels_of(tokens, 67, setting)
     yield case_of("token_log_probs", "of some tokens", setting, [*head, labels], temperature=0.7)
-    weights = (labels % 7 + 1).float() / 7
-    kept = labels.masked_fill(labels % 5 == 0, -100)
-    yield case_of("linear_cross_entropy", "weighted, some skipped", setting, [*head, kept, weights])

@@ -117,12 +117,10 @@ def kernels(options: KernelOptions) -> int:
         "product_tflop_per_s": product_rate(device, dtype) / 1e12,
     }
     for case in cases(setting, groups):
-        # What only the check looks at has no work.
-        if case.work:
-            measured[case.label] = measure(case, setting, options.rounds)
-            show(case.label, measured[case.label])
-            # Written after every case: a run of hours that is killed loses one.
-            save_record(options.out, options.model_dump(), rates=rates, errors=checked, cases=measured)
+        measured[case.label] = measure(case, setting, options.rounds)
+        show(case.label, measured[case.label])
+        # Written after every case: a run of hours that is killed loses one.
+        save_record(options.out, options.model_dump(), rates=rates, errors=checked, cases=measured)
         # Inputs of the next case need the memory of this one.
         del case
         if setting.gpu:
