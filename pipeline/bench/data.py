@@ -282,7 +282,7 @@ class PlainSample:
 def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's usual collation: every row as long as the longest, filled up with -1."""
     ids, patches = zip(*samples)
-    return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1), torch.cat(patches)
+    return torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=-1), torch.cat(patches)
 
 
 def plain_batches(

@@ -62,7 +62,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
         forward_and_backward(case.sides[side], case.leaves, slopes)
 
     # Forward alone, then with the backward: users of both read this.
-    passes: list[Callable[[str], None]] = [forward, both][: len(case.work)]
+    passes: Sequence[Callable[[str], None]] = [forward, both][: len(case.work)]
 
     def run(side: str) -> Result:
         return {f"{do.__name__}_ms": time_once(partial(do, side), setting.device) for do in passes}
