@@ -8,7 +8,7 @@ RUN    ?= runs/$(RECIPE)
 TRAIN  := $(BIN)/python -m earlyfusion.pipeline.pretrain
 # A run that was stopped goes on; a finished one is evaluated again.
 resume  = $(if $(wildcard $(1)/checkpoints/step-*),--resume)
-# Options of `bench kernels` in `make gpu`: BENCH=--resume goes on where one was broken off.
+# Options of `bench kernels` in `make gpu`, such as BENCH="--only kda".
 BENCH  ?=
 KIT    ?= runs/gpu-kit
 KIT_PYTHON ?= 3.12
@@ -40,7 +40,7 @@ format: setup-dev
 gpu: setup-dev             ## correctness on a CUDA device, then benchmarks against peers; what fails does not stop the rest
 	@mkdir -p runs/bench; failed=0; run() { echo "$$*"; "$$@" || { failed=1; echo "failed: $$*" >&2; }; }; \
 	run $(BIN)/python -m pytest -m gpu; \
-	run $(BIN)/earlyfusion bench kernels $(BENCH) --json runs/bench/kernels.json; \
+	run $(BIN)/earlyfusion bench kernels $(BENCH); \
 	run $(BIN)/earlyfusion bench train; \
 	run $(BIN)/earlyfusion bench engine --recipe small --batches 64,256 --steps 0 --out runs/bench/engine.json; \
 	run $(BIN)/earlyfusion bench engine --recipe kimi-linear-48b --model.num_experts 16 --sides "" --out runs/bench/contexts.json; \

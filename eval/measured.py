@@ -27,7 +27,7 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.stats import ALPHA, holm, mean_estimate, sign_flip_p
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import write_jsonl
 
 SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
@@ -125,12 +125,11 @@ def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
 
 def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:
     """Write the records, whole or not at all; returns the path."""
-    lines = []
+    records = []
     for one in measured:
         # A picture can be drawn again from the key, and would be most of the file.
-        fields = {name: value for name, value in vars(one).items() if name != "picture"}
-        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
-    return write_atomic(path, "".join(lines))
+        records.append({name: value for name, value in vars(one).items() if name != "picture"})
+    return write_jsonl(path, records)
 
 
 def load_measured(path: str | Path) -> list[Measured]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ def write_json(path: str | Path, value: Any, **options: Any) -> Path:
     """
     text = json.dumps(plain(value), **{"indent": 1, "ensure_ascii": False, "allow_nan": False, **options})
     return write_atomic(path, text + "\n")
+
+
+def write_jsonl(path: str | Path, records: Iterable[Any]) -> Path:
+    """Write one JSON object a line, whole or not at all; returns the path."""
+    return write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def plain(value: Any) -> Any:

@@ -46,7 +46,7 @@ from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.report.run import write_report
+from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.runtime import Runtime
 
 TASKS = ("easy_vqa", "bpb")

@@ -60,7 +60,7 @@ from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig, start_directory
-from earlyfusion.rl.report.run import write_rl_report
+from earlyfusion.rl.report import write_rl_report
 from earlyfusion.rl.rewards import STATUSES, Scored, make_reward
 from earlyfusion.rl.rollouts.collect import Collector, Group, Interrupted
 from earlyfusion.rl.rollouts.curriculum import temperature

@@ -1,7 +1,11 @@
-"""The verbs of this floor; the package names this module (pipeline/package/__init__.py)."""
+"""The verbs of this floor; the package names this module (pipeline/package/__init__.py).
+
+A module is imported when its verb is called; the lists of them need no torch.
+"""
 
 from __future__ import annotations
 
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.verbs import VERBS, Verb
 
 VERBS |= {
@@ -16,12 +20,38 @@ VERBS |= {
         "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
     ),
     "rollouts": Verb(
-        "earlyfusion.rl.report.run:rollouts", "the report of a reinforcement learning run, with its rollouts"
+        "earlyfusion.rl.report:rollouts", "the report of a reinforcement learning run, with its rollouts"
     ),
     "long2short": Verb(
-        "earlyfusion.rl.long2short.cmd:app", "shorter answers: merged weights, shortest right answers, DPO"
+        "earlyfusion.rl.verbs:shorter", "shorter answers: merged weights, shortest right answers, DPO"
     ),
     "study": Verb(
-        "earlyfusion.rl.study.cmd:app", "studies with control arms: transfer from vision RL to text"
+        "earlyfusion.rl.verbs:studies", "studies with control arms: transfer from vision RL to text"
     ),
 }
+
+# The fourth way, reinforcement learning with a length reward and a lower token limit, is `earlyfusion rl`.
+WAYS = {
+    "average": Verb("earlyfusion.rl.long2short.average:average", "merge the weights of two or more models"),
+    "shortest": Verb(
+        "earlyfusion.rl.long2short.shortest:shortest", "shortest right answers as documents for SFT"
+    ),
+    "dpo": Verb("earlyfusion.rl.long2short.dpo:dpo", "preference training for shorter answers"),
+}
+STUDIES = {
+    "transfer": Verb(
+        "earlyfusion.rl.study.transfer:transfer",
+        "vision RL and the same skill in words, with its controls",
+    ),
+}
+
+
+def long2short() -> None:
+    """Give a long-thinking model's skill to short answers (Kimi k1.5, section 2.4)."""
+
+
+def study() -> None:
+    """Whole experiments with their controls and statistics."""
+
+
+shorter, studies = cli.group_of(WAYS, long2short), cli.group_of(STUDIES, study)

@@ -1,22 +1,33 @@
-"""One comparison of kernels: the same inputs through several sides, and their error against the law.
+"""One comparison of kernels: the same inputs through several sides, their error against the law, and what a
+call takes.
 
-`earlyfusion bench kernels` measures cases, `earlyfusion doctor` only asks for their errors.
+`earlyfusion bench kernels` measures cases, `earlyfusion doctor` only asks for their errors. On CUDA a call is
+timed by events after the L2 cache was overwritten; on a CPU by the clock. The floor of a case is what its
+bytes and operations would take at the bandwidth of a large copy and the rate of a large matrix product, both
+measured in the same process.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from earlyfusion.kernels.dispatch import REGISTRY, load, resolve
-from earlyfusion.pipeline.bench.timing import NOTHING, Work, reason
+from earlyfusion.kernels.errors import one_line
 
 Side = Callable[..., Any]
-PEERS = ("fla", "torch", "eager", "transformers", "recurrence", "muon")
+PEERS = ("fla", "torch", "transformers")
+FLUSH_BYTES = 1 << 28
+"""Several times the L2 cache of any current GPU."""
 
 
 @dataclass
@@ -47,11 +58,9 @@ class Setting:
         """Normal numbers that want a gradient; options of `randn`."""
         return self.randn(*shape, **options).requires_grad_()
 
-    def pick(self, check: Any, gpu: Any, cpu: Any) -> Any:
-        """Shapes: small odd ones for the check, full ones on a GPU, small ones on a CPU."""
-        if self.check:
-            return check
-        return gpu if self.gpu else cpu
+    def pick(self, small: Any, full: Any) -> Any:
+        """Shapes: full ones where a GPU is timed, small odd ones for the check and on a CPU."""
+        return full if self.gpu and not self.check else small
 
 
 @dataclass
@@ -59,20 +68,17 @@ class Case:
     """One comparison.
 
     ops: the operations of the registry that it runs, between spaces. sides: name -> function of the leaves;
-    "ours" first. law: the float64 definition, or None where the sides compute different functions. forward
-    and backward: the least work. tolerance: of ours against the law, relative. skipped: peer -> why it is not
-    there.
+    "ours" first. law: the float64 definition. work: least bytes and FLOPs of the forward pass, then of the
+    backward. tolerance: of ours against the law, relative.
     """
 
     ops: str
     label: str
     leaves: list[Tensor]
     sides: dict[str, Side]
-    law: Any = None
-    forward: Work = NOTHING
-    backward: Work | None = None
+    law: Side
+    work: Sequence[tuple[float, float]] = ()
     tolerance: float = 0.03
-    skipped: dict[str, str] = field(default_factory=dict)
 
 
 def case_of(
@@ -83,8 +89,7 @@ def case_of(
     *after: Any,
     wide: float = 2e-5,
     around: Callable[..., Side] | None = None,
-    forward: Work = NOTHING,
-    backward: Work | None = None,
+    work: Sequence[tuple[float, float]] = (),
     **options: Any,
 ) -> Case:
     """A case of operations: what dispatch picks, on a GPU the torch form as a peer, and the law. They are
@@ -103,7 +108,10 @@ def case_of(
         sides["torch form"] = call(*(load(REGISTRY[op]["torch"]) for op in names))
     law = call(*(load(REGISTRY[op]["naive"]) for op in names))
     tolerance = 0.03 if setting.dtype == torch.bfloat16 else wide
-    return Case(ops, label, leaves, sides, law, forward, backward, tolerance)
+    return Case(ops, label, leaves, sides, law, work, tolerance)
+
+
+# ---- What a side gives, and how far it is from the law.
 
 
 def tensors_in(found: Any) -> Iterator[Tensor]:
@@ -163,16 +171,84 @@ def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def errors(case: Case) -> dict[str, float]:
     """Relative error (2-norm, worst tensor) of every side against the law in float64, outputs and
-    gradients."""
-    if case.law is None:
-        return {}
-
+    gradients; infinite for a side that raises, whose message is printed."""
     # The law in float64 is as near to the truth as it gets.
     expected = on_copies(case.law, case.leaves, wide=True)
     found = {}
     for name, side in case.sides.items():
+        found[name] = float("inf")
         try:
             found[name] = relative_error(on_copies(side, case.leaves, wide=False), expected)
-        except Exception as error:  # a peer's failure is a result of the comparison
-            case.skipped[name] = reason(error)
+        except Exception as error:  # a side's failure is a result of the comparison
+            print(f"{case.label}: {name} fails: {one_line(error)}")
     return found
+
+
+# ---- What a call takes.
+
+
+@cache
+def _flush_buffer(device: torch.device) -> Tensor:
+    return torch.empty(FLUSH_BYTES // 4, device=device)
+
+
+def time_once(call: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of one call with a cold L2 cache (CUDA) or of the wall clock (CPU)."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    # What the last call left in the L2 cache would make the next one look quicker.
+    _flush_buffer(device).zero_()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """Most bytes of tensors alive during the call beyond those alive before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    # The profiler announces every start and stop on stderr unless it is told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # The allocator of a CPU counts nothing; its events do.
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    results: Any = profile.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+
+    # Positive sizes are allocations, negative ones what was given back.
+    alive = np.cumsum([0, *(event.nbytes() for event in events)])
+    return int(alive.max())
+
+
+@cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second (read plus written) of a large copy; the median of a few."""
+    # Far more than any cache holds.
+    elements = (1 << 28) if device.type == "cuda" else (1 << 24)
+    source = torch.zeros(elements, device=device)
+    target = source.clone()
+    times = [time_once(lambda: target.copy_(source), device) for _ in range(7)]
+    return 8e3 * elements / statistics.median(times)
+
+
+@cache
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a large matrix product in ``dtype``; the median of a few."""
+    side = 8192 if device.type == "cuda" else 768
+    a = torch.randn(side, side, device=device).to(dtype)
+    times = [time_once(lambda: a @ a, device) for _ in range(8)]
+    return 2e3 * side**3 / statistics.median(times[1:])

@@ -12,9 +12,6 @@ BENCHES = {
     "kernels": Verb("earlyfusion.pipeline.bench.kernels:kernels", "every kernel, beside fla and torch"),
     "data": Verb("earlyfusion.pipeline.bench.data:data", "reading, decoding and packing, beside webdataset"),
     "engine": Verb("earlyfusion.pipeline.bench.engine:engine", "generation, beside transformers"),
-    "balance": Verb(
-        "earlyfusion.pipeline.bench.balance:balance", "vision work of the ranks, at home and exchanged"
-    ),
     "lm-eval": Verb("earlyfusion.pipeline.bench.lm_eval:lm_eval", "letters of MMLU-Pro, beside lm-eval"),
 }
 

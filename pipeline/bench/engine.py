@@ -16,17 +16,21 @@ before reading, too). In a ragged case prompts and answers have lengths between 
 given ones. transformers' generate pads prompts on the left and runs until the longest answer is done; only
 tokens that were asked for are counted.
 
-Part 2: decoding at long contexts, the hybrid against the same model with MLA everywhere (contexts.py).
+Part 2: decoding at long contexts, the hybrid against the same model with MLA everywhere, the comparison of
+Kimi Linear's own table (arXiv 2510.26692, figure 1 and section 5.6): seconds of a decode step over the
+context's length. The memory is filled with random states and latents: a step's time does not depend on what
+they hold.
 
 --model.KEY VALUE changes a key of the recipe's decoder. Everything is saved as JSON.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import typer
@@ -34,14 +38,25 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.model.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
+from earlyfusion.model.engine.sampler import Needs
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import cast
-from earlyfusion.pipeline.bench.contexts import measure_context, model_pair
+from earlyfusion.pipeline.bench.frame import (
+    Result,
+    alternate,
+    chosen,
+    compared,
+    default_device,
+    now,
+    peak_mib,
+    run_side,
+    save_record,
+)
 from earlyfusion.pipeline.bench.peer import FIRST_TOKEN, our_model, shared_shape, their_model, their_names
-from earlyfusion.pipeline.bench.record import Result, chosen, in_turn, medians, run_side, save_record
-from earlyfusion.pipeline.bench.timing import default_device, now, peak_mib
 from earlyfusion.pipeline.config.arguments import split_overrides
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
@@ -52,13 +67,15 @@ from earlyfusion.pipeline.runtime import keep_freed_memory
 GROUP = 16
 KEPT, TUNED = "generate-kept", "generate-tuned"
 PEERS = ("generate", "static", KEPT, TUNED)
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+"""Dtype of the weights, of all sides."""
+PAGE = 64
+"""Tokens of a page in part 2."""
 
 
 class EngineOptions(Options):
     recipe: str = "nano"
     """recipe whose decoder shape is used; --model.KEY VALUE changes a key of it"""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_available() else "float32"
-    """dtype of the weights, of all sides"""
     batches: str = "1,8,64"
     """numbers of prompts"""
     prompts: str = "32,128"
@@ -120,9 +137,9 @@ class Batch:
 Generate = Callable[[Batch], list[list[int]]]
 
 
-def our_side(shape: dict[str, Any], new: int, dtype: torch.dtype) -> Generate:
+def our_side(shape: dict[str, Any], new: int) -> Generate:
     """Our engine, made once for a number of prompts, since its pools are sized for them."""
-    model = our_model(shared_shape(shape), default_device(), dtype)
+    model = our_model(shared_shape(shape), default_device(), DTYPE)
     engines: dict[int, Engine] = {}
 
     def generate(batch: Batch) -> list[list[int]]:
@@ -141,7 +158,7 @@ def our_side(shape: dict[str, Any], new: int, dtype: torch.dtype) -> Generate:
     return generate
 
 
-def their_side(side: str, shape: dict[str, Any], dtype: torch.dtype) -> Generate:
+def their_side(side: str, shape: dict[str, Any]) -> Generate:
     """transformers with our weights, by its generate."""
     device = default_device()
 
@@ -149,7 +166,7 @@ def their_side(side: str, shape: dict[str, Any], dtype: torch.dtype) -> Generate
     weights = our_model(shared_shape(shape), torch.device("cpu")).decoder.state_dict()
     model: Any = their_model(shape, device)
     model.load_state_dict(their_names(weights))
-    model = cast(model, dtype).to(device).eval()
+    model = cast(model, DTYPE).to(device).eval()
     if side == TUNED:
         from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
@@ -173,7 +190,7 @@ def their_side(side: str, shape: dict[str, Any], dtype: torch.dtype) -> Generate
 
 
 def engine_side(
-    side: str, shape: dict[str, Any], case: tuple[int, int, str], new: int, threads: int, dtype: str
+    side: str, shape: dict[str, Any], case: tuple[int, int, str], new: int, threads: int
 ) -> Result:
     """Seconds of the case (batch, prompt, lengths) and of one new token for the same prompts (what reading
     costs), and what was generated."""
@@ -186,10 +203,7 @@ def engine_side(
     batch, prompt, lengths = case
     whole = Batch.make(batch, prompt, new, lengths, shape["vocab_size"])
     one = Batch(whole.prompts, [1] * batch, whole.group)
-    if side == "engine":
-        generate = our_side(shape, new, getattr(torch, dtype))
-    else:
-        generate = their_side(side, shape, getattr(torch, dtype))
+    generate = our_side(shape, new) if side == "engine" else their_side(side, shape)
     generate(Batch(whole.prompts[:1], [2]))
     if gpu:  # kernels are compiled and CUDA graphs captured when shapes are first met
         generate(one)
@@ -211,12 +225,65 @@ def engine_side(
     }
 
 
-# ---- Part 1, in the command.
+# ---- Part 2, in this process.
+
+
+def step_seconds(model: NativeFusion, context: int, steps: int) -> float:
+    """Median seconds of a decode step of one sequence with `context` tokens, its pages in shuffled order."""
+    pages = context // PAGE + 1
+    engine = Engine(model, None, max_slots=1, max_pages=pages, page_size=PAGE)
+    runner = engine.runner
+
+    # Fill the memory as if the sequence had been read.
+    generator = torch.Generator(device=runner.device).manual_seed(0)
+    for layer in engine.pools.layers:
+        for tensor in layer.tensors() if isinstance(layer, KdaSlots) else [layer.latents_XR]:
+            tensor.normal_(0.0, 0.1, generator=generator)
+    runner.length_S[1] = context
+    runner.table_SP[1, :pages] = torch.randperm(pages, generator=generator, device=runner.device) + 1
+    runner.last_S.fill_(7)
+
+    # A step as the runner takes it: slots filled up to a bucket, slot 0 is a dummy.
+    slots = torch.zeros(runner.bucket(1), dtype=torch.int64, device=runner.device)
+    slots[0] = 1
+    needs = Needs(drawn=True, top_p=False, min_p=False, logprobs=False)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            start = now()
+            if runner.graphs is not None:
+                runner.graphs.run(slots, context + 1, needs)
+            else:
+                runner.decode_step(slots, context + 1, needs, runner.banned, 1)
+            seconds.append(now() - start)
+            runner.length_S[1] = context
+    # The first one compiles, or captures a graph.
+    return statistics.median(seconds[1:])
+
+
+def contexts(options: EngineOptions, shape: dict[str, Any]) -> Result:
+    """Seconds of a decode step of the model of a shape, and of the same with MLA in every layer."""
+    torch.set_num_threads(options.threads)
+    linear = {**shape["linear_attn_config"], "kda_layers": [], "full_attn_layers": None}
+    models = []
+    for each in (shape, {**shape, "linear_attn_config": linear}):
+        models.append(our_model(each, default_device(), DTYPE, drawn_there=True))
+
+    columns = {}
+    for context in numbers(options.contexts):
+        hybrid_s, full_s = (step_seconds(model, context, options.steps) for model in models)
+        figures = {"hybrid_step_s": hybrid_s, "all_mla_step_s": full_s, "ratio": full_s / hybrid_s}
+        columns[f"{context:,} tokens"] = figures
+    show("decoding at long contexts: hybrid against all layers MLA", columns)
+    return columns
+
+
+# ---- In the command.
 
 
 def numbers(text: str) -> list[int]:
     """A list such as 1,8,64; raises UserError for anything else."""
-    parts = chosen(text)
+    parts = text.replace(" ", "").split(",")
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserError(f"bench engine: {text!r}: expected numbers of at least 1, such as 1,8,64")
     return [int(part) for part in parts]
@@ -236,7 +303,7 @@ def decoder_shape(recipe: str, changes: list[str]) -> dict[str, Any]:
 
 
 def compare(options: EngineOptions, shape: dict[str, Any]) -> list[Result]:
-    """One record per (batch, prompt length, kind of lengths), and the table of all."""
+    """One record per (batch, prompt length, kind of lengths), and the table of each."""
     # The engine comes first: the others' answers are compared with its.
     sides = ["engine", *chosen(options.sides, PEERS, "--sides")]
     prompts, cases = numbers(options.prompts), list[tuple[int, int, str]]()
@@ -247,49 +314,26 @@ def compare(options: EngineOptions, shape: dict[str, Any]) -> list[Result]:
         if batch % GROUP == 0:
             cases.append((batch, max(prompts), "groups"))
 
-    same = {"shape": shape, **options.model_dump(include={"new", "threads", "dtype"})}
-    records, columns = [], {}
+    same = {"shape": shape, **options.model_dump(include={"new", "threads"})}
+    records = []
     for case in cases:
 
         def run(side: str, case: tuple[int, int, str] = case) -> Result:
             return run_side(engine_side, {"side": side, "case": case, **same})
 
-        # Whatever transformers raises for what it does not support, it is not asked again.
-        results, refused = in_turn(sides, options.rounds, run)
+        # What transformers does not support it is not asked for again.
+        results = alternate(sides, options.rounds, run)
         sides = list(results)
-        for side, why in refused.items():
-            print(f"transformers refuses {side}: {why}")
-        figures = figures_of(results)
-        records.append(dict(zip(("batch", "prompt", "lengths"), case)) | figures | {"refused": refused})
-
-        # Speed first (prompts read included), then what it may have cost: answers that differ.
-        found = figures["sides"]
-        columns["{} x {} {}".format(*case)] = {
-            **{side: figures["tokens_per_s"] for side, figures in found.items()},
-            **{f"engine / {peer}": ratio for peer, ratio in figures["ratio_to"].items()},
-            "engine, decode only": found["engine"]["decode_tokens_per_s"],
-            "equal answers": min(figures["equal_tokens"] for figures in found.values()),
-        }
-    show("greedy generation, tokens/s", columns)
+        expected = results["engine"][0]["answers"]
+        for found in results.values():
+            for one in found:
+                # Speed may have been bought with answers that differ.
+                equal = [a == b for a, b in zip(expected, one.pop("answers"))]
+                one["equal_answers"] = sum(equal) / len(equal)
+        columns = compared(results)
+        show("greedy generation: {} prompts of {} tokens, {}".format(*case), columns)
+        records.append({"case": case, **columns})
     return records
-
-
-def figures_of(results: dict[str, list[Result]]) -> Result:
-    """Medians of one case, and the engine's speed over that of every peer.
-
-    equal_tokens: share of answers that equal the engine's token for token.
-    """
-    sides: dict[str, Any] = {}
-    ratios = {}
-    expected = results["engine"][0]["answers"]
-    for side, found in results.items():
-        # What was answered is the same in every round.
-        answers, *_ = [one.pop("answers") for one in found]
-        same = [a == b for a, b in zip(expected, answers)]
-        sides[side] = medians(found) | {"equal_tokens": sum(same) / len(same)}
-        if side != "engine":
-            ratios[side] = sides["engine"]["tokens_per_s"] / sides[side]["tokens_per_s"]
-    return {"sides": sides, "ratio_to": ratios}
 
 
 @verb
@@ -300,13 +344,7 @@ def run(options: EngineOptions) -> None:
     if options.sides:
         record["comparison"] = compare(options, shape)
     if options.steps:
-        torch.set_num_threads(options.threads)
-        models = model_pair(shape, getattr(torch, options.dtype))
-        columns = {}
-        for context in numbers(options.contexts):
-            columns[f"{context:,} tokens"] = measure_context(models, context, options.steps)
-        record["contexts"] = columns
-        show("decoding at long contexts: hybrid against all layers MLA", columns)
+        record["contexts"] = contexts(options, shape)
     save_record(options.out, options.model_dump(), **record)
 
 

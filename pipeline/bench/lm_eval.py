@@ -21,7 +21,7 @@ from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
-from earlyfusion.pipeline.bench.record import save_record
+from earlyfusion.pipeline.bench.frame import Result, alternate, compared, save_record
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 
@@ -39,8 +39,6 @@ class LmEvalOptions(Options):
     """sequences in a call, for both"""
     device: str = "cpu"
     """cpu, cuda, ..."""
-    dtype: str = "float32"
-    """dtype of the weights"""
     out: str = "runs/bench/lm-eval.json"
     """where the numbers are saved"""
 
@@ -68,10 +66,10 @@ def lm_eval(options: LmEvalOptions) -> None:
     from lm_eval.models.huggingface import HFLM
 
     batch = options.batch
-    how: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "batch_size": batch}
-    model: Any = open_model(f"hf:{options.model}", **how)
-    kept = {"pretrained": model.model, "tokenizer": model.tokenizer, "max_length": model.max_length}
-    theirs = HFLM(**kept, batch_size=batch)
+    model: Any = open_model(f"hf:{options.model}", device=options.device, dtype="float32", batch_size=batch)
+    theirs = HFLM(
+        pretrained=model.model, tokenizer=model.tokenizer, max_length=model.max_length, batch_size=batch
+    )
 
     # The very requests of our task, so that both read the same words.
     rows = requests_of(options.data, options.categories, options.questions)
@@ -82,27 +80,30 @@ def lm_eval(options: LmEvalOptions) -> None:
     # What the warm-up has kept must not help.
     model.forget()
 
-    started = time.perf_counter()
-    own = [answer.sum for answer in model.loglikelihood(flat)]
-    middle = time.perf_counter()
-    other = [value for value, _ in theirs.loglikelihood(asked, disable_tqdm=True)]
-    ended = time.perf_counter()
-
     # Both give the answers in the order of the requests: a question's stand together.
+    found: dict[str, list[float]] = {}
+
+    def run(side: str) -> Result:
+        started = time.perf_counter()
+        if side == "ours":
+            found[side] = [answer.sum for answer in model.loglikelihood(flat)]
+        else:
+            found[side] = [value for value, _ in theirs.loglikelihood(asked, disable_tqdm=True)]
+        return {"seconds": time.perf_counter() - started}
+
+    columns = compared(alternate(("ours", "lm-eval"), 1, run))
+    own, other = found.values()
     different = start = 0
     for row in rows:
         part = slice(start, start + len(row))
         # A ratio between two that answer differently would be none.
         different += best_choice(own[part]) != best_choice(other[part])
         start += len(row)
-    result = {
+    columns["both"] = {
         "questions": len(rows),
         "requests": len(flat),
-        "ours_s": middle - started,
-        "lm_eval_s": ended - middle,
-        "ratio": (ended - middle) / (middle - started),
         "largest_difference": max(abs(a - b) for a, b in zip(own, other)),
         "different_answers": different,
     }
-    show("letters of MMLU-Pro", {"": result})
-    save_record(options.out, options.model_dump(mode="json"), comparison=result)
+    show("letters of MMLU-Pro", columns)
+    save_record(options.out, options.model_dump(mode="json"), comparison=columns)

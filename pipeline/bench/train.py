@@ -5,8 +5,8 @@ The recipe's decoder shape without vision and Attention Residuals is trained bes
 KimiLinearForCausalLM (its pure-torch path on a CPU), each side in its own process, in turn (A B A B ...), on
 equal token ids. Ours takes the documents packed; transformers takes them as the rows of a batch, because its
 pure-torch KDA refuses packing. Forward, cross-entropy, backward, AdamW step (torch.optim, fused off) on both
-sides. Medians, and the ratio of neighbours in time; everything is saved as JSON. What a whole recipe does
-here stands in the log of its run (tokens/s, MFU).
+sides, under bf16 autocast on a GPU. Medians, and the ratio of neighbours in time; everything is saved as
+JSON. What a whole recipe does here stands in the log of its run (tokens/s, MFU).
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
+from earlyfusion.pipeline.bench.frame import (
+    Result,
+    alternate,
+    compared,
+    default_device,
+    peak_mib,
+    run_side,
+    save_record,
+)
 from earlyfusion.pipeline.bench.peer import shared_shape, their_model
-from earlyfusion.pipeline.bench.record import Result, SideFailed, in_turn, medians, run_side, save_record
-from earlyfusion.pipeline.bench.timing import default_device, peak_mib
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
@@ -41,14 +49,8 @@ class TrainOptions(Options):
     """tokens of a document"""
     steps: PositiveInt = 4
     """timed steps of one round"""
-    warmup: NonNegativeInt = 1
-    """untimed steps at the start of a round"""
     rounds: PositiveInt = 2
     """rounds, each side once a round"""
-    threads: PositiveInt = torch.get_num_threads()
-    """torch CPU threads"""
-    mixed_precision: Literal["no", "bf16"] = "bf16" if torch.cuda.is_available() else "no"
-    """autocast of both sides"""
     out: str = "runs/bench/train.json"
     """where the numbers are saved"""
 
@@ -78,14 +80,13 @@ def their_loss(shape: dict[str, Any], ids_NL: Tensor) -> tuple[nn.Module, Callab
     return model, lambda: model(input_ids=ids_NL, labels=ids_NL, use_cache=False).loss
 
 
-def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Result:
+def train_side(side: str, shape: dict[str, Any], documents: int, length: int, steps: int) -> Result:
     """One side in its process: tokens/s of `steps` training steps, memory in MiB, the first loss."""
-    torch.set_num_threads(options["threads"])
-    device, tokens = default_device(), options["documents"] * options["length"]
+    device = default_device()
 
     # The ids are drawn on the CPU, so that both sides see the same on any device.
     torch.manual_seed(0)
-    ids = torch.randint(0, shape["vocab_size"], (options["documents"], options["length"])).to(device)
+    ids = torch.randint(0, shape["vocab_size"], (documents, length)).to(device)
     # Equal shapes and ids; each side packs them as it can.
     model, loss = (our_loss if side == "ours" else their_loss)(shape, ids)
 
@@ -93,11 +94,10 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loaded = peak_mib()
 
-    # The first steps compile and allocate.
     losses, seconds = [], []
-    for _ in range(options["warmup"] + options["steps"]):
+    for _ in range(1 + steps):
         start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=options["mixed_precision"] == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             value = loss()
         value.backward()
         optimizer.step()
@@ -105,7 +105,8 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
         losses.append(value.item())  # also waits for the device
         seconds.append(time.perf_counter() - start)
     return {
-        "tokens_per_s": tokens / statistics.median(seconds[options["warmup"] :]),
+        # The first step compiles and allocates.
+        "tokens_per_s": documents * length / statistics.median(seconds[1:]),
         "peak_mib": peak_mib(),
         "step_mib": peak_mib() - loaded,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -115,22 +116,16 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
 
 @verb
 def train(options: TrainOptions) -> None:
-    """Entry of `earlyfusion bench train`. Raises SideFailed when a side cannot run."""
+    """Entry of `earlyfusion bench train`. Raises UserError when a side cannot run."""
     shape = load_config([options.recipe]).model.model_dump(mode="json")
+    request = {"shape": shape, **options.model_dump(include={"documents", "length", "steps"})}
 
     def run(side: str) -> Result:
-        return run_side(train_side, {"side": side, "shape": shape, "options": options.model_dump()})
+        return run_side(train_side, {"side": side, **request})
 
-    rounds, refused = in_turn(("ours", "transformers"), options.rounds, run)
-    # Half a comparison is none.
-    if refused:
-        raise SideFailed(refused["transformers"])
-
-    columns: Result = {side: medians(found) for side, found in rounds.items()}
-    columns["ratio"] = {}
-    for key in ("tokens_per_s", "peak_mib"):
-        # Neighbours in time met the same machine.
-        pairs = [ours[key] / theirs[key] for ours, theirs in zip(*rounds.values())]
-        columns["ratio"][key] = statistics.median(pairs)
+    rounds = alternate(("ours", "transformers"), options.rounds, run)
+    if "transformers" not in rounds:
+        raise UserError("bench train: half a comparison is none; mend what transformers says above")
+    columns = compared(rounds)
     show(f"decoder training step, {options.documents * options.length} tokens", columns)
     save_record(options.out, options.model_dump(), comparison=columns, rounds=rounds)

@@ -14,17 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
 from earlyfusion.eval.compare import analysis
 from earlyfusion.eval.compare.load import CompareError, load_arm
-from earlyfusion.eval.stats import smallest_delta
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
-from earlyfusion.pipeline.report.charts import Series
 from earlyfusion.pipeline.report.page import number, p_value, write_page
 
 Row = Mapping[str, Any]
@@ -49,10 +46,6 @@ class CompareOptions(Options):
     """folder for compare.json and compare.html"""
     draws: int = Field(2000, ge=100)
     """bootstrap draws"""
-    flips: int = Field(10_000, ge=100)
-    """sign-flip draws"""
-    seed: int = 0
-    """seed of both"""
 
 
 @verb
@@ -70,7 +63,7 @@ def compare(options: CompareOptions) -> None:
         raise CompareError(f"--paired-seeds: {runs}; give equally many, in order")
 
     # One dict for the terminal, the JSON file and the page.
-    settings = analysis.Options(options.draws, options.flips, options.seed, options.paired_seeds)
+    settings = analysis.Options(draws=options.draws, paired_seeds=options.paired_seeds)
     compared = analysis.compare_arms(base, treated, arms.get("control"), arms.get("control base"), settings)
     result = {"metric": options.metric, **compared}
     unit = Unit(result)
@@ -92,7 +85,6 @@ def compare(options: CompareOptions) -> None:
         "title": f"{names['treated']} against {names['base']}",
         "note": f"{len(result['tasks'])} lines of results; {result['metric']}",
         "unit": unit,
-        "power": power,
     }
     print(f"report:  {write_page(options.out / 'compare.html', 'compare.html', page)}")
 
@@ -143,16 +135,3 @@ def table(result: Row, unit: Unit) -> dict[str, dict[str, str]]:
         for name, text in cells.items():
             columns[name][entry["task"]] = text
     return columns
-
-
-def power(entry: Row, unit: Unit) -> dict[str, Series]:
-    """Smallest true delta that n questions show with 80 % power at this discordance: a curve, and this test
-    on it."""
-    discordance, n = entry["delta"]["discordance"], entry["n"]
-    # Equally many points on either side of this test, on a logarithmic axis.
-    ns = np.unique(np.geomspace(max(10, n / 20), n * 20, 60).astype(int)).tolist()
-    curve = [unit.scale * smallest_delta(count, discordance) for count in ns]
-    return {
-        "n questions": (ns, curve),
-        "this test": ([n], [unit.scale * smallest_delta(n, discordance)]),
-    }

@@ -46,8 +46,6 @@ class EvalOptions(Options):
     """data, as PATH or TASK=PATH; may be given again"""
     out: Path | None = None
     """folder of records and summaries"""
-    sha256: list[str] = []
-    """[TASK=]HEX: refuse data whose hash (in the summary) differs"""
     form: str | None = None
     """form of all tasks that have it: cot, mcf, cf, ..."""
     limit: int | None = Field(None, ge=1)
@@ -153,8 +151,7 @@ def _model(options: EvalOptions) -> Model:
 def build_tasks(
     options: EvalOptions, names: Sequence[str], paths: dict[str, Path], default: Path | None
 ) -> list[BaseTask]:
-    """The tasks by name. Raises EvalError for an option that is no pair, and for data that are not what was
-    pinned by the first digits of their hash."""
+    """The tasks by name. Raises EvalError for an option that is no pair."""
     extra: dict[str, Any] = {"levels": options.levels} if options.levels != 3 else {}
     for pair in options.set_:
         key, found, value = pair.partition("=")
@@ -164,19 +161,7 @@ def build_tasks(
     chosen = options.model_dump(
         include={"form", "shots", "samples", "seed", "temperature", "top_p", "max_new_tokens"}
     )
-    tasks = [build_task(name, TaskOptions(data=default, extra=extra, **chosen), paths) for name in names]
-
-    for pin in options.sha256:
-        name, _, digits = pin.rpartition("=")
-        if len(digits) < 8:
-            raise EvalError(f"--sha256 {pin}: give at least 8 digits of the hash")
-        for task in tasks:
-            if name in ("", task.name) and not task.data_hash().startswith(digits.lower()):
-                raise EvalError(
-                    f"{task.name}: its data has the hash {task.data_hash()}, not {digits}; get the pinned"
-                    " files, or pin this"
-                )
-    return tasks
+    return [build_task(name, TaskOptions(data=default, extra=extra, **chosen), paths) for name in names]
 
 
 def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:

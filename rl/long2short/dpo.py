@@ -10,22 +10,35 @@ function of the seed and the step.
 
 OUT holds samples.jsonl, pairs.jsonl, metrics.jsonl, heldout/{before,after}.jsonl, checkpoints, model,
 summary.json and report.html.
+
+Legend: P pairs of the run, B pairs of a row, N distinct answers of a row, U tokens of them.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
-from pydantic import Field, FiniteFloat, PositiveInt
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import Answer, ask
+from earlyfusion.eval.measured import solved
+from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json
+from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.state import token_rules
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
@@ -35,19 +48,13 @@ from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.options import verb
 from earlyfusion.pipeline.parallel import exchange_gradients
+from earlyfusion.pipeline.report.data import read_run
+from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.schedule import linear
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import check_frozen, update
-from earlyfusion.rl.learn import Learner
-from earlyfusion.rl.long2short.heldout import Row, compared, look, write_report
-from earlyfusion.rl.long2short.preferences import (
-    LONGER,
-    PreferenceLearner,
-    batches,
-    make_pairs,
-    pair_lines,
-)
+from earlyfusion.rl.learn import Learner, Piece
 from earlyfusion.rl.long2short.samples import (
     FILE,
     Answered,
@@ -58,23 +65,14 @@ from earlyfusion.rl.long2short.samples import (
     save_beside,
 )
 from earlyfusion.rl.measure import show_differences
+from earlyfusion.rl.objectives.sequences import sequence_sums, wide
 from earlyfusion.rl.recipe import start_directory
-
-# Said where accuracy fell: shortening is not the only thing that pairs teach.
-ADVICE = (
-    "where length is part of the answer, pairs teach to leave out: fewer --epochs, more --beta or --nll, or"
-    " other tasks"
-)
-# The largest code of all processes counts, so that any signal stops all.
-GOES_ON, STOPPED, DONE = range(3)
-"""What rank 0 tells the others while it samples."""
+from earlyfusion.rl.rewards import Rewards
 
 
 class DpoOptions(SampleOptions):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """strength of the pull towards the start"""
-    nll: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    """weight of the chosen answers' likelihood beside DPO"""
     batch: PositiveInt = 16
     """pairs of one update"""
     epochs: PositiveInt = 2
@@ -90,6 +88,145 @@ RECIPE = {
 }
 
 
+SUMS = ("loss", "margin", "preferred", "chosen", "rejected", "tokens", "pairs")
+"""What is added up over the pairs of an update."""
+LONGER = 1.5
+"""k1.5: a right answer this many times as long as the shortest one counts as rejected."""
+
+
+class Pair(NamedTuple):
+    """A problem by its number, and two of its answers by theirs."""
+
+    problem: int
+    chosen: int
+    rejected: int
+
+
+def make_pairs(answered: Sequence[Answered]) -> list[Pair]:
+    """The shortest right answer of a problem against each longer wrong one, and each right one of at least
+    LONGER times its length, in the order of the problems.
+
+    A wrong answer that is not longer makes no pair: it would teach length the wrong way round. Raises
+    UserError when there is none.
+    """
+    pairs = []
+    for number, one in enumerate(answered):
+        chosen = one.shortest()
+        if chosen is None:
+            continue
+        least = one.answers[chosen].tokens
+        for index, answer in enumerate(one.answers):
+            # Right and hardly longer is no worse: such an answer is neither chosen nor rejected.
+            if answer.tokens > least and not (answer.right and answer.tokens < LONGER * least):
+                pairs.append(Pair(number, chosen, index))
+    if not pairs:
+        some = sum(one.shortest() is not None for one in answered)
+        raise UserError(
+            f"no pairs: {some} of {len(answered)} problems got a right answer, and none of these a longer"
+            f" wrong one or a right one of {LONGER:g} times its length; take more --problems or"
+            " --samples, or other tasks"
+        )
+    return pairs
+
+
+def pair_lines(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:
+    """pairs.jsonl: for reading, and what a resume must train on again."""
+    lines = []
+    for pair in pairs:
+        one = answered[pair.problem]
+        problem = one.prompt.problem
+        told: dict[str, Any] = {"label": one.label, "key": problem.key, "target": problem.target}
+        for name, index in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            answer = one.answers[index]
+            told[name] = {"text": answer.text, "ids": answer.ids, "right": answer.right}
+        lines.append(json.dumps(told, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def batches(pairs: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
+    """The pairs of every update: each epoch all of them once, in an order of its own."""
+    steps: list[list[int]] = []
+    for epoch in range(epochs):
+        # A function of seed and epoch: a resume needs no state of a generator.
+        generator = torch.Generator().manual_seed(digest64("dpo", seed, epoch) >> 16)
+        order = torch.randperm(pairs, generator=generator).tolist()
+        steps += [order[start : start + batch] for start in range(0, pairs, batch)]
+    return steps
+
+
+# ---- The loss.
+
+
+def dpo_loss(logp_B2: Tensor, reference_B2: Tensor, beta: float = 0.1) -> tuple[Tensor, Tensor]:
+    """(mean of -log sigmoid(m), margins m_B detached), m = beta [(chosen - ref_chosen) - (rejected -
+    ref_rejected)].
+
+    [B, 2]: log-probabilities of whole chosen and rejected answers (`sequences.sequence_sums`) under policy
+    and reference. Derivative by chosen: -beta sigmoid(-m) / B. Source: 2305.18290 eq. 7. No pairs: loss 0.
+    """
+    # Differences of long sums: in bfloat16 little of them would be left.
+    ours_B, theirs_B = (wide(one_B2[:, 0]) - wide(one_B2[:, 1]) for one_B2 in (logp_B2, reference_B2))
+    margins_B = beta * (ours_B - theirs_B.detach())
+    return -F.logsigmoid(margins_B).sum() / max(1, margins_B.numel()), margins_B.detach()
+
+
+Held = dict[tuple[int, int], Piece]
+"""Answers of a row, by the numbers of problem and answer."""
+
+
+# ---- Before and after: held-out problems, paired by problem.
+
+# The two that shortening trades.
+METRICS = ("accuracy", "tokens")
+Row = dict[str, Any]
+
+
+def judged(question: Any, own: Sequence[Answer], way: str, rewards: Rewards) -> Row:
+    """The row of a question: accuracy and tokens of its answer, or means over its samples."""
+    # One call a question keeps the judgements beside their answers.
+    scored = rewards([(question.problem, one.judged) for one in own])
+    right = [solved(question.problem.task, rewards.span.share(one.value)) for one in scored]
+    row: Row = {"label": question.entry.label, "key": question.problem.key, "way": way}
+    row |= {"accuracy": fmean(right), "tokens": fmean(len(one.ids) for one in own)}
+    return row | {"answer": own[0].text.strip()}
+
+
+def pairs_of(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """What was measured both times."""
+    name = itemgetter("label", "key", "way")
+    first = {name(one): one for one in before}
+    return [(first[name(one)], one) for one in after if name(one) in first]
+
+
+def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
+    """A row for every entry (and "all"), way and metric: n, means before and after, the mean paired
+    difference `value` and its 95 % Student t interval."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
+    for pair in pairs_of(before, after):
+        # Problems count alike in the mean over all entries.
+        for label in (pair[1]["label"], "all"):
+            groups[label, pair[1]["way"]].append(pair)
+    rows = []
+    for (label, way), own in groups.items():
+        for metric in METRICS:
+            a, b = (np.array([one[metric] for one in side]) for side in zip(*own))
+            row = {"label": label, "way": way, "metric": metric, "before": a.mean(), "after": b.mean()}
+            rows.append(row | mean_estimate(b - a).to_dict())
+    return rows
+
+
+def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
+    """OUT/report.html: the table before and after, the curves, and greedy answers that changed, the largest
+    changes of length first. One file that loads nothing from elsewhere."""
+    pairs = pairs_of(*(read_jsonl(out / "heldout" / f"{name}.jsonl") for name in ("before", "after")))
+    pairs.sort(key=lambda pair: -abs(pair[1]["tokens"] - pair[0]["tokens"]))
+    page = {"title": f"long2short · {out.resolve().name}", "summary": summary, "pairs": pairs}
+    return write_page(out / "report.html", "long2short.html", read_run(out) | page)
+
+
+# ---- The run.
+
+
 class DpoRun:
     """Built, then `train`; see the file's head. All processes of a launch hold one each; rank 0 samples and
     measures."""
@@ -103,7 +240,7 @@ class DpoRun:
         seed_everything(config.run.seed)
 
         # The newest checkpoint, if the run is to go on.
-        own = options.model_dump(include={"beta", "nll", "batch", "epochs", "problems"})
+        own = options.model_dump(include={"beta", "batch", "epochs", "problems"})
         self.checkpoints = Checkpointer.of(config, self.tokenizer, self.runtime, long2short=own)
         newest = latest(self.checkpoints.folder)
         check_resume(self.out, newest is not None or (self.out / FILE).is_file(), options.resume)
@@ -127,68 +264,72 @@ class DpoRun:
         """Measure, sample, pair, train, measure; returns the exit code."""
         options, main = self.options, self.runtime.is_main
         before = self.look("before")
-        answered = self.answers()
+        answered = self.sampler.gather(self.runtime)
         if answered is None:
             self.say("stopped while it sampled; --resume goes on from here")
             return EXIT_REQUEUE
-        pairs = make_pairs(answered)
-        lines = pair_lines(answered, pairs)
+        self.take(answered)
+        lines = pair_lines(answered, self.pairs)
         if main:
             write_atomic(self.out / "pairs.jsonl", lines)
             build.write_recipe(self.out, self.config)
         # What a resume compares: the pairs with all their tokens.
         self.digest = f"{digest64('pairs', lines):016x}"
-        self.teacher = PreferenceLearner(self.learner, answered, pairs, options.beta, options.nll)
         self.restore_or_begin()
-        steps = batches(len(pairs), options.batch, options.epochs, options.seed)
-        self.say(f"{len(pairs)} pairs of {len(answered)} problems, {len(steps)} updates")
+        steps = batches(len(self.pairs), options.batch, options.epochs, options.seed)
+        self.say(f"{len(self.pairs)} pairs of {len(answered)} problems, {len(steps)} updates")
         if not self.updates(steps):
             self.say("stopped and saved; --resume goes on")
             return EXIT_REQUEUE
         after = self.look("after")
         if main:
-            self.finish(compared(before, after), len(pairs), len(steps))
+            self.finish(compared(before, after), len(steps))
         return EXIT_OK
 
+    def take(self, answered: Sequence[Answered]) -> None:
+        """Train on the pairs of these answers. reference_P2: log-probabilities of chosen and rejected answers
+        under the frozen start."""
+        self.answered, self.pairs = answered, make_pairs(answered)
+        self.reference_P2 = torch.zeros(len(self.pairs), 2)
+
     def look(self, name: str) -> list[Row]:
-        """Held-out problems under the weights as they are, or what was measured before the stop."""
+        """Answer eval.problems held-out problems of every entry under the weights as they are, judged by the
+        run's own reward; or what was measured before the stop."""
+        section, rollout = self.config.eval, self.config.rollout
         path = self.out / "heldout" / f"{name}.jsonl"
         # The start is measured once, whatever happens to the run.
         held = read_jsonl(path) if name == "before" else []
-        if self.runtime.is_main and self.config.eval.problems and not held:
+        if self.runtime.is_main and section.problems and not held:
             self.model.eval()
-            held = look(self.config, self.model, self.tokenizer, self.sampler.rewards)
-            write_atomic(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in held))
+            asked = ask(
+                self.model,
+                self.tokenizer,
+                self.config.measured,
+                problems=section.problems,
+                seed=section.seed,
+                samples=section.samples,
+                max_new_tokens=rollout.max_new_tokens,
+                slots=rollout.slots,
+            )
+            # Greedy answers may all be short already where samples are not.
+            ways = {"greedy": [[one] for one in asked.greedy], "sampled": asked.samples}
+            for way, answers in ways.items():
+                for question, own in zip(asked.questions, answers):
+                    if own:
+                        held.append(judged(question, own, way, self.sampler.rewards))
+            write_jsonl(path, held)
         self.runtime.barrier()
         return held
 
-    def answers(self) -> list[Answered] | None:
-        """All samples; None when a signal came. The other processes wait for rank 0 part by part, so that
-        none of them runs into the time limit of a collective."""
-        runtime = self.runtime
-
-        def agreed(code: int = GOES_ON) -> int:
-            return runtime.agree(max(code, int(runtime.stop.received is not None)))
-
-        if runtime.is_main:
-            answered = self.sampler.gather(lambda: agreed() == STOPPED)
-            if answered is not None:
-                agreed(DONE)
-            return answered
-        code = GOES_ON
-        while code == GOES_ON:
-            code = agreed()
-        return self.sampler.read() if code == DONE else None
-
     def restore_or_begin(self) -> None:
         """The start's log-probabilities, or everything that the checkpoint holds."""
-        start, teacher = self.start, self.teacher
+        start = self.start
         if start is None:
             self.model.eval()
-            teacher.set_reference()
+            self.set_reference()
             # Every process computes with the numbers of rank 0, whatever its own rounding.
-            own = teacher.reference_P2.double() * self.runtime.is_main
-            teacher.reference_P2 = self.runtime.sum(own).float().cpu()
+            own = self.reference_P2.double() * self.runtime.is_main
+            self.reference_P2 = self.runtime.sum(own).float().cpu()
             return
         if start.trainer["pairs"] != self.digest:
             raise UserError(
@@ -197,7 +338,7 @@ class DpoRun:
             )
         self.step = start.step
         # Not read again: another packing would round otherwise, and a resume be another run.
-        teacher.reference_P2 = start.trainer["reference"].clone()
+        self.reference_P2 = start.trainer["reference"].clone()
         self.guard.load_state_dict(start.trainer["guard"])
         self.model.load_state_dict(start.model)
         self.optimizer.load_state_dict(start.optimizer)
@@ -232,7 +373,7 @@ class DpoRun:
         nats, chosen and rejected the mean log ratios to the start, in nats an answer."""
         begun, config, runtime = time.perf_counter(), self.config, self.runtime
         # Every process takes its share of the pairs and their gradients are added up.
-        sums = self.teacher.gradients(batch[runtime.rank :: runtime.world], len(batch))
+        sums = self.gradients(batch[runtime.rank :: runtime.world], len(batch))
         exchange_gradients(self.model, runtime)
         sums = runtime.sum_dict(sums)
         lr = linear(config.optim.lr, self.step, total, 0, config.train.final_lr_ratio)
@@ -264,8 +405,65 @@ class DpoRun:
             "memory_gib": peak_memory_bytes(runtime.device) / 2**30,
         }
 
+    def set_reference(self) -> None:
+        """Read the log-probabilities of the model, before it is trained."""
+        with torch.no_grad():
+            for row, held in self.rows(range(len(self.pairs))):
+                self.reference_P2[row] = self.log_probs(row, held).cpu()
+
+    def log_probs(self, row: Sequence[int], held: Held) -> Tensor:
+        """Of the chosen and of the rejected answers of these pairs, [B, 2]."""
+        pieces = list(held.values())
+        lengths = [piece.length for piece in pieces]
+        logp_U = self.learner.log_probs(pieces, torch.ones(sum(lengths)), replay=False)
+        logp_N = sequence_sums(logp_U, Segments.from_lengths(lengths))
+        places = {key: n for n, key in enumerate(held)}
+        pairs = [self.pairs[p] for p in row]
+        return logp_N[torch.tensor([[places[g, i], places[g, j]] for g, i, j in pairs])]
+
+    def gradients(self, batch: Sequence[int], whole: int) -> dict[str, float]:
+        """Add the gradients of these pairs of an update of `whole` pairs. Returns sums over them: loss,
+        margins, margins above 0, chosen and rejected log ratios to the start, tokens of the rows, pairs."""
+        sums: dict[str, float] = dict.fromkeys(SUMS, 0.0)
+        for row, held in self.rows(batch):
+            logp_B2 = self.log_probs(row, held)
+            start_B2 = self.reference_P2[row].to(logp_B2.device)
+            mean, margins_B = dpo_loss(logp_B2, start_B2, self.options.beta)
+            loss = mean * (len(row) / whole)
+            # Every parameter takes part whatever the row holds, so that
+            # all processes exchange the same gradients.
+            (loss + self.model.vision_anchor()).backward()
+
+            chosen, rejected = (logp_B2.detach() - start_B2).double().sum(0)
+            tokens = sum(piece.trajectory.total for piece in held.values())
+            told = (loss.detach(), margins_B.sum(), (margins_B > 0).sum(), chosen, rejected, tokens, len(row))
+            for name, value in zip(SUMS, told):
+                sums[name] += float(value)
+        return sums
+
+    def rows(self, batch: Sequence[int]) -> Iterator[tuple[list[int], Held]]:
+        """Pairs in rows of at most row_tokens, with the answers that each row holds; both answers of a pair
+        stand in one row, equal ones once."""
+        row: list[int] = []
+        held: Held = {}
+        # Pairs of one problem share their answers, if they stand in one row.
+        for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
+            number, *two = self.pairs[p]
+            both = {(number, i): Piece(self.answered[number].trajectory(i), [i]) for i in two}
+            joined = held | both
+            if (
+                row
+                and sum(piece.trajectory.total for piece in joined.values()) > self.config.train.row_tokens
+            ):
+                yield row, held
+                row, joined = [], both
+            row.append(p)
+            held = joined
+        if row:
+            yield row, held
+
     def save(self) -> None:
-        reference = self.teacher.reference_P2
+        reference = self.reference_P2
         self.checkpoints.save(
             self.step,
             model=self.model.state_dict(),
@@ -274,12 +472,9 @@ class DpoRun:
             lanes={self.runtime.rank: {}},
         )
 
-    def finish(self, rows: list[Row], pairs: int, total: int) -> None:
+    def finish(self, rows: list[Row], total: int) -> None:
         """The model directory, summary, report, and the table."""
-        options, evals = self.options, {}
-        for row in rows:
-            name = f"{row['label']}, {row['way']}, {row['metric']}"
-            evals[name] = f"{row['before']:.3f} before, {row['after']:.3f} after"
+        options, pairs = self.options, len(self.pairs)
         note = (
             f"DPO for shorter answers (long2short, Kimi k1.5 section 2.4) from `{self.folder}`: {pairs} pairs"
             f" of its own answers to {options.problems} problems, beta {options.beta:g}. Chosen: the shortest"
@@ -287,16 +482,13 @@ class DpoRun:
             f" {LONGER:g} times its length."
         )
         facts = {"name": self.config.run.name, "steps": self.step, "seed": options.seed, "notes": [note]}
-        facts |= {"base": str(self.folder), "evals": evals}
+        facts["base"] = str(self.folder)
         directory = save_beside(self.model, self.tokenizer, self.out / "model", facts, self.folder)
         summary = {"model": str(self.folder), "pairs": pairs, "problems": options.problems}
         summary |= {"steps": self.step, "of": total, "heldout": rows}
         write_json(self.out / "summary.json", summary)
 
         show_differences("held-out problems, before and after", rows)
-        for row in rows:
-            if row["metric"] == "accuracy" and row["high"] < 0:
-                self.say(f"accuracy fell: {row['label']} ({row['way']}); {ADVICE}")
         self.say(f"model directory: {directory}\nreport: {write_report(self.out, summary)}")
 
     def close(self) -> None:

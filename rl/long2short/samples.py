@@ -9,9 +9,8 @@ Problems are sampled in parts of PART; a stopped run goes on behind the last par
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +21,14 @@ from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic
+from earlyfusion.kernels.files import read_jsonl, write_jsonl
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.options import Options
+from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.collect import Group
@@ -189,17 +189,19 @@ class Sampler:
             **config.model_dump(mode="json", include={"tasks", "rollout", "reward", "temperature"}),
         }
 
-    def gather(self, stop: Callable[[], bool] = lambda: False) -> list[Answered] | None:
-        """All answers, sampled as far as the file does not hold them; None when `stop()` turns true."""
-        lines = self._known()
-        # Asked between parts: a part is written whole or not at all.
-        while len(lines) < len(self.asked):
-            if stop():
+    def gather(self, runtime: Runtime) -> list[Answered] | None:
+        """All answers, sampled by rank 0 as far as the file does not hold them; None after a signal. Every
+        process calls it."""
+        # Asked between parts: a part is written whole or not at all, and the processes that wait meet rank 0
+        # after each, within the time limit of a collective.
+        while len(lines := self._known()) < len(self.asked):
+            if runtime.should_stop():
                 return None
-            lines += self._part(len(lines))
-            told = [{"settings": self.settings}, *lines]
-            write_atomic(self.path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in told))
-            print(f"answers: {len(lines)}/{len(self.asked)} problems", flush=True)
+            if runtime.is_main:
+                lines += self._part(len(lines))
+                write_jsonl(self.path, [{"settings": self.settings}, *lines])
+                print(f"answers: {len(lines)}/{len(self.asked)} problems", flush=True)
+            runtime.barrier()
         return self.read()
 
     def read(self) -> list[Answered]:

@@ -7,7 +7,7 @@ earlyfusion sft runs/shortest/sft.toml
 OUT/train.jsonl holds rows of kind "chat_files" (template "plain", pictures in OUT/images), OUT/sft.toml a
 recipe that trains on them, OUT/summary.json the lengths before and after. A document is the prompt that was
 asked, token for token, and the text of the answer: what reinforcement learning and `earlyfusion measure` will
-ask again. Every row is read back by the pipeline's own reader before it is written.
+ask again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
-from earlyfusion.data.chat.rows import Media, messages_of
-from earlyfusion.data.chat.template import chat_sample
-from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic, write_json
+from earlyfusion.kernels.files import write_atomic, write_json, write_jsonl
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
 from earlyfusion.pipeline.figures import show
@@ -42,7 +38,6 @@ from earlyfusion.rl.long2short.samples import (
     recipe_of,
 )
 from earlyfusion.rl.recipe import TaskEntry, start_directory
-from earlyfusion.vision.config import VisionConfig
 
 # Few and small: the model wrote these answers itself.
 EPOCHS, TOKENS = 2, 4096
@@ -71,58 +66,37 @@ def lengths(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
     return table
 
 
-def row_of(one: Answered, index: int, entry: TaskEntry, number: int, out: Path) -> dict[str, Any]:
-    """A problem with its answer as a conversation; the picture is written beside."""
-    content: list[dict[str, str]] = []
-    for segment in one.prompt.problem.prompt(entry.form, entry.thought):
-        # PNG: the pixels that were asked, not their compression.
-        if isinstance(segment, Image):
-            name = f"images/{number:06d}.png"
-            (out / "images").mkdir(parents=True, exist_ok=True)
-            segment.open().convert("RGB").save(out / name)
-            content.append({"type": "image", "image": name})
-        elif isinstance(segment, Text):
-            content.append({"type": "text", "text": segment.text})
-    answer = {"type": "text", "text": one.answers[index].text}
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [answer]}]
-    about = {"task": one.label, "key": one.prompt.problem.key, "tokens": one.answers[index].tokens}
-    return {"messages": messages, **about}
-
-
-def write_documents(
-    answered: Sequence[Answered],
-    entries: Sequence[TaskEntry],
-    tokenizer: Tokenizer,
-    vision: VisionConfig,
-    out: Path,
-) -> list[int]:
-    """Write train.jsonl; returns the tokens of every document. Raises UserError when no problem was solved,
-    and for a document that would not begin with its prompt."""
+def write_documents(answered: Sequence[Answered], entries: Sequence[TaskEntry], out: Path) -> list[int]:
+    """Write train.jsonl, a problem with its answer as a conversation, the pictures beside; returns the tokens
+    of every document. Raises UserError when no problem was solved."""
     rows, sizes = [], []
+    (out / "images").mkdir(parents=True, exist_ok=True)
     for number, one in enumerate(answered):
         index = one.shortest()
         # An empty answer that was right teaches to say nothing.
         if index is None or not one.answers[index].text.strip():
             continue
-        rows.append(row_of(one, index, entries[one.prompt.entry], number, out))
 
-        # What training will read must begin with the very tokens that were asked.
-        where, ids = f"train.jsonl:{number}", one.prompt.encoded.ids
-        messages = messages_of(rows[-1], where, Media(out))
-        sample = chat_sample(messages, source="shortest", key=where, template="plain")
-        document = encode(sample, tokenizer, vision)
-        if not torch.equal(document.ids[: len(ids)], ids):
-            raise UserError(
-                f"{where}: the document does not begin with the tokens of its prompt; report this"
-            )
-        sizes.append(len(document))
+        answer, entry = one.answers[index], entries[one.prompt.entry]
+        content: list[dict[str, str]] = []
+        for segment in one.prompt.problem.prompt(entry.form, entry.thought):
+            # PNG: the pixels that were asked, not their compression.
+            if isinstance(segment, Image):
+                name = f"images/{number:06d}.png"
+                segment.open().convert("RGB").save(out / name)
+                content.append({"type": "image", "image": name})
+            elif isinstance(segment, Text):
+                content.append({"type": "text", "text": segment.text})
+        said = {"role": "assistant", "content": [{"type": "text", "text": answer.text}]}
+        about = {"task": one.label, "key": one.prompt.problem.key, "tokens": answer.tokens}
+        rows.append({"messages": [{"role": "user", "content": content}, said], **about})
+        sizes.append(len(one.prompt.encoded) + answer.tokens)
     if not rows:
         raise UserError(
             f"none of {len(answered)} problems got a right answer: nothing to learn from; take more"
             " --samples, easier tasks, or a model that solves some"
         )
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomic(out / "train.jsonl", text)
+    write_jsonl(out / "train.jsonl", rows)
     return sizes
 
 
@@ -186,7 +160,7 @@ def shortest(options: SampleOptions) -> int:
     # From here on a signal waits for the end of a part.
     runtime.stop.install()
     try:
-        answered = sampler.gather(lambda: runtime.stop.received is not None)
+        answered = sampler.gather(runtime)
     finally:
         sampler.rewards.close()
         runtime.close()
@@ -195,7 +169,7 @@ def shortest(options: SampleOptions) -> int:
         return EXIT_REQUEUE
 
     # Choose and write.
-    sizes = write_documents(answered, config.tasks, tokenizer, model.config.vision, out)
+    sizes = write_documents(answered, config.tasks, out)
     write_atomic(out / "sft.toml", recipe_text(out, folder, sizes))
     rows = lengths(answered)
     write_json(out / "summary.json", {"model": str(folder), "documents": len(sizes), "entries": rows})

@@ -11,25 +11,51 @@ Registered before any run (and printed at the head of the report):
     words       "gain" and "loss" only where the interval excludes 0 and the adjusted p value is at most 0.05
 
 Everything else (calibration, other forms and skills, the probes) is described, not claimed.
+
+Statistics of arms that share starts and problems:
+
+    x[p, r, i]   the value of problem i, of run r from start p; the start itself is an arm with one run (r =
+                 0)
+    c[p, i]      mean over r of treated[p, r, i] - mean over r of base[p, r, i];  delta = mean of c
+
+Starts and problems are crossed (all models answer the same problems) and both are samples of what could have
+been, so
+    Var(delta) = (MS_starts + MS_problems - MS_rest) / (P I)          two-way random effects, unbiased
+with Satterthwaite's degrees of freedom: about P - 1 when starts disagree, more when problems do. The scatter
+of the runs is in MS_starts. `low`, `high` and p are Student's t.
+
+Beside it stands the hierarchical bootstrap: starts with replacement, runs with replacement inside each,
+problems with replacement, pairs kept together; quantiles of the draws. It counts the scatter of runs and
+single answers more than once (Owen 2007, "The pigeonhole bootstrap") but is too narrow in the tails for a
+handful of starts (5 starts: t is 2.78, not 1.96); so a claim needs both intervals, and Holm's p value.
+
+With one start there is no telling what another start would do: all intervals are nan, and nothing may be
+claimed.
+
+Sources: Owen 2007 (Annals of Applied Statistics 1); Searle, Casella, McCulloch 1992 chapter 4.
+Legend: P starts, R runs, I problems, B draws.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
-from earlyfusion.eval.stats import holm, mean_estimate
+from earlyfusion.eval.stats import ALPHA, Estimate, holm, interval, mean_estimate
 from earlyfusion.pipeline.report.data import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
-from earlyfusion.rl.study.shortcuts import shortcut
-from earlyfusion.rl.study.statistics import DRAWS, Array, compare_arms, word
 
+Array = NDArray[np.float64]
+DRAWS = 2000
 # A gain that one of these shows as well is not owed to the pictures.
 CONTROLS = ("random", "sft", "text", "unrelated")
 """Arms that every arm is compared with, where the study has them, besides its own `against`."""
@@ -68,29 +94,21 @@ def load_models(config: StudyConfig, out: Path) -> Models:
     return models
 
 
-def common(models: Models, label: str) -> dict[str, None]:
-    """The problems of a label that all models answered: others would be compared on other questions."""
-    known = []
-    for starts in models.values():
-        for runs in starts.values():
-            known += [model.records[label] for model in runs if label in model.records]
-    return dict.fromkeys(key for key in known[0] if all(key in one for one in known))
-
-
-def arrays(models: Models, arm: str, label: str, metric: str, keys: Mapping[str, None]) -> dict[int, Array]:
-    """Start -> values [R, I] of an arm's runs on these problems; [R, 1] for "ece"."""
+def arrays(models: Models, arm: str, label: str, metric: str) -> dict[int, Array]:
+    """Start -> values [R, I] of an arm's runs, the same problems in the same order by the plan that all share
+    (`plan.write_recipes`); [R, 1] for "ece"."""
     found = {}
     for p, runs in models[arm].items():
-        rows = [values(model, label, metric, keys) for model in runs if label in model.records]
+        rows = [values(model, label, metric) for model in runs if label in model.records]
         if rows:
             found[p] = np.array(rows)
     return found
 
 
-def values(model: Model, label: str, metric: str, keys: Mapping[str, None]) -> list[float]:
+def values(model: Model, label: str, metric: str) -> list[float]:
     """A metric of one model, problem by problem. "p_matched" is the difference to the start at the model's
     entropy: every run has a start of its own, so it is taken run by run, and is 0 for a start."""
-    own = [model.records[label][key] for key in keys]
+    own = list(model.records[label].values())
     if metric == "ece":
         return [ece([one.confidence for one in own], [one.solved for one in own])]
     if metric == "accuracy":
@@ -141,8 +159,7 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
             # Other forms and skills are described in fewer figures, none of them claimed.
             metrics = claims if config.registered(label) else ["accuracy", "p_target"]
             for metric in [*metrics, "ece"]:
-                keys = common(models, label)
-                base, treated = (arrays(models, name, label, metric, keys) for name in (START, arm.name))
+                base, treated = (arrays(models, name, label, metric) for name in (START, arm.name))
                 found = compared(base, treated, draws)
                 if found is not None:
                     registered = label == primary_of(config, arm) and metric in claims
@@ -158,8 +175,6 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
             told[label].append(row)
     differences = [row for arm in arms for row in against_controls(config, models, arm, arms, draws)]
     return {
-        "skill": config.skill,
-        "unrelated": config.unrelated,
         "primary": config.primary_label,
         "seeds": list(models[START]),
         "family": len(family),
@@ -192,12 +207,9 @@ def against_controls(
         if control.name not in (*CONTROLS, *arm.against) or control.name == arm.name:
             continue
         # Arms that think are judged after their thought, on the same problems.
-        other = primary_of(config, control)
-        theirs = common(models, other)
-        keys = dict.fromkeys(key for key in common(models, own) if key in theirs)
         gains = []
-        for name, label in ((control.name, other), (arm.name, own)):
-            start, after = (arrays(models, one, label, "accuracy", keys) for one in (START, name))
+        for name, label in ((control.name, primary_of(config, control)), (arm.name, own)):
+            start, after = (arrays(models, one, label, "accuracy") for one in (START, name))
             gains.append({p: after[p] - start[p] for p in after if p in start})
         found = compared(gains[0], gains[1], draws)
         if found is not None:
@@ -258,3 +270,119 @@ def probes(models: Models) -> Row:
                 estimates = map(mean_estimate, np.array(changes_PL).T)
                 result["arms"][arm][pair] = [estimate.to_dict() for estimate in estimates]
     return result
+
+
+# ---- Statistics.
+
+
+def compare_arms(
+    base: Sequence[Array], treated: Sequence[Array], *, draws: int = DRAWS, seed: int = 0
+) -> dict[str, float]:
+    """Delta of two arms with its uncertainty: the t interval's `value`, `se`, `low`, `high`, `p`, `df` and
+    `n`, and `boot_low`, `boot_high`. base, treated: for every start values [R, I]; R may differ, I may not (I
+    = 1 for what is no mean over problems, such as a calibration error).
+
+    Raises ValueError when the arms do not have the same starts and problems.
+    """
+    cells_PI = np.stack([b.mean(0) - a.mean(0) for a, b in zip(base, treated, strict=True)])
+    # One start has no spread: nothing may be claimed.
+    low = high = math.nan
+    if len(base) > 1:
+        low, high = np.quantile(bootstrap_means(base, treated, draws, seed), [ALPHA / 2, 1 - ALPHA / 2])
+    return {**crossed_mean(cells_PI).to_dict(), "boot_low": float(low), "boot_high": float(high)}
+
+
+def crossed_mean(cells_PI: Array) -> Estimate:
+    """Mean of a table whose rows and columns are both sampled; nan where there is one row."""
+    starts, n, value = len(cells_PI), cells_PI.size, float(cells_PI.mean())
+    if starts < 2:
+        return interval(value, math.nan, 0, n)
+
+    # Mean squares of starts, of problems and of what is left, as variances of the mean.
+    by_start_P, by_item_I = cells_PI.mean(1) - value, cells_PI.mean(0) - value
+    rest_PI = cells_PI - value - by_start_P[:, None] - by_item_I
+    parts, spread = [], 0.0
+    for residuals in (by_start_P, by_item_I, rest_PI):
+        free = math.prod(max(1, size - 1) for size in residuals.shape)
+        parts.append(float((residuals**2).sum()) / free / residuals.size)
+        spread += parts[-1] ** 2 / free
+    # The unbiased sum may fall below its own parts by chance; a claim must not profit.
+    variance = max(parts[0] + parts[1] - parts[2], parts[0], parts[1])
+    df = variance**2 / spread if spread > 0 else starts - 1
+    se = math.sqrt(variance) if variance > 1e-24 else 0.0  # what rounding leaves of no scatter is none
+    return interval(value, se, min(df, n - 1), n)
+
+
+def bootstrap_means(base: Sequence[Array], treated: Sequence[Array], draws: int, seed: int) -> Array:
+    """The difference in every draw [B] of the hierarchical bootstrap."""
+    rng, starts, items = np.random.default_rng(seed), len(base), base[0].shape[1]
+
+    def chosen(count: int) -> Array:
+        """How much each of `count` counts in every draw, [B, count]."""
+        return rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
+
+    # Problems are the same in all models: one choice a draw for everybody.
+    problems_BI, means = chosen(items), []
+    for a_RI, b_RI in zip(base, treated):
+        both = []
+        for values_RI in (a_RI, b_RI):
+            both.append((chosen(len(values_RI)) * (problems_BI @ values_RI.T)).sum(1))
+        means.append(both[1] - both[0])
+    return (chosen(starts) * np.stack(means, 1)).sum(1)
+
+
+def word(row: Mapping[str, Any], p_holm: float) -> str:
+    """ "gain" or "loss" only where both intervals exclude 0 and the adjusted p value agrees; else what could
+    not be shown."""
+    if math.isnan(row["se"]):
+        return "one start: nothing can be said"
+    # An interval of no width means that nothing varied, not that all is known.
+    above = row["se"] > 0 and min(row["low"], row["boot_low"]) > 0
+    below = row["se"] > 0 and max(row["high"], row["boot_high"]) < 0
+    if not p_holm <= ALPHA or not (above or below):
+        return "no difference shown"
+    return "gain" if above else "loss"
+
+
+# ---- Rules of place.
+
+
+def shortcut(records: Iterable[Measured]) -> dict[str, Any] | None:
+    """What a rule that reads no meaning solves of these problems: the best rule of place; None where no
+    answer stands in the words (pictures, most counts).
+
+    The rules: the k-th answer word of a problem's words, the first of line k. A model that learns one gains
+    without the skill. Answer words of a problem are the targets of its category, wherever they stand.
+
+    rule: "answer word 2", "first answer word of line 2"; the last one where there are fewer. solves,
+    at_random: shares of problems that it solves, and that an answer word drawn evenly solves.
+    """
+    known = list(records)
+    targets: dict[str, set[str]] = defaultdict(set)
+    for one in known:
+        targets[one.category].add(one.target)
+
+    # Every rule's votes, one a problem; at random a word counts as often as it is named.
+    right: dict[str, int] = defaultdict(int)
+    lines = [[named(line, targets[one.category]) for line in one.prompt.splitlines()] for one in known]
+    words = [[word for line in told for word in line] for told in lines]
+    most_words, most_lines = max(map(len, words)), max(map(len, lines))
+    drawn = 0.0
+    for one, told, said in zip(known, lines, words):
+        for k in range(most_words):
+            right[f"answer word {k + 1}"] += said[: k + 1][-1:] == [one.target]
+        for k in range(1, most_lines):
+            right[f"first answer word of line {k + 1}"] += (told[: k + 1][-1:] or [[]])[0][:1] == [one.target]
+        drawn += (one.target in said) / max(1, len(set(said)))
+    # Pictures, and words that do not hold the answer, leave no rule of place.
+    if not most_words:
+        return None
+    best = max(right, key=lambda rule: right[rule])
+    return {"rule": best, "solves": right[best] / len(known), "at_random": drawn / len(known)}
+
+
+def named(words: str, targets: set[str]) -> list[str]:
+    """The targets that stand in the words, in their order."""
+    # The longest first: "dark red" is not "red".
+    either = "|".join(sorted(map(re.escape, targets), key=len, reverse=True))
+    return re.findall(rf"(?<!\w)(?:{either})(?!\w)", words)

@@ -12,19 +12,24 @@ lets the running stages save and leaves with exit code 75: start the same comman
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from pydantic import PositiveInt
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
-from earlyfusion.rl.study.analysis import Row, analyse
+from earlyfusion.pipeline.report.page import write_page
+from earlyfusion.rl.study.analysis import analyse, primary_of
 from earlyfusion.rl.study.plan import StudyConfig, read_study, stages, write_recipes
-from earlyfusion.rl.study.report import headline, percent, points, write_report
 from earlyfusion.rl.study.runner import Runner
+
+Row = Mapping[str, Any]
 
 
 class TransferOptions(Options):
@@ -88,22 +93,64 @@ def report(config: StudyConfig, out: Path) -> None:
     results = analyse(config, out)
     write_json(out / "study.json", {"config": config.model_dump(mode="json"), **results})
     page = write_report(config, out, results)
-    show_primary(results)
+    print(headline(results))
     print(f"written: {page}, {out / 'study.json'}")
 
 
-def show_primary(results: Row) -> None:
-    """The primary table in the terminal."""
-    columns = {}
+# ---- The page.
+
+# Both are warnings on the page, not exclusions: the claims stand as registered.
+FULL = 0.95
+"""Accuracy of the starts above which a gain cannot be told."""
+SHORT = 0.9
+"""Share of problems solved by a rule of place above which the skill is not needed."""
+
+
+SENTENCES = {
+    "gain, above": "A gain in words that its controls do not show",
+    "gain": "A gain in words that its controls may explain",
+    "loss": "A loss in words",
+    "": "No difference in words could be shown",
+}
+"""Beginning of a verdict -> what it means; a verdict belongs to the first beginning that it has."""
+
+
+def write_report(config: StudyConfig, out: Path, results: Row) -> Path:
+    """Write the page; returns its path."""
+    rows: dict[str, dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in results["rows"]:
-        if row["registered"] and row["metric"] == "accuracy":
-            columns[row["arm"]] = {
-                "start": percent(row["before"]),
-                "after": percent(row["after"]),
-                "change": points(row["value"]),
-                "95 %": f"[{points(row['low'])}, {points(row['high'])}]",
-                "p Holm": row["p_holm"],
-                "verdict": results["verdicts"][row["arm"]],
-            }
-    show(f"greedy accuracy in words, {results['primary']}, %", columns)
-    print(headline(results))
+        rows[row["arm"]][row["label"]][row["metric"]] = row
+    page = {
+        **results,
+        "title": "Vision RL and the same skill in words",
+        "note": "Transfer study",
+        "study": config,
+        "headline": headline(results),
+        "judged": {arm.name: primary_of(config, arm) for arm in config.arms},
+        "rows": rows,
+    }
+    return write_page(out / "report.html", "study.html", page)
+
+
+def headline(results: Row) -> str:
+    """What came out, in plain sentences."""
+    named: dict[str, list[str]] = {start: [] for start in SENTENCES}
+    for name, about in results["arms"].items():
+        if about["kind"] == "treated":
+            verdict = results["verdicts"][name]
+            named[next(start for start in SENTENCES if verdict.startswith(start))].append(name)
+    told = [f"{SENTENCES[start]}: {', '.join(names)}." for start, names in named.items() if names]
+
+    start, rule = results["start"].get(results["primary"]), results["shortcuts"].get(results["primary"])
+    solved = fmean(row["accuracy"] for row in start) if start else 0.0
+    if solved > FULL:
+        told.append(
+            f"The starts solve {solved:.1%} of the primary problems already: there is no room to see a"
+            " gain, take a harder skill."
+        )
+    if rule and rule["solves"] >= SHORT:
+        told.append(
+            f"“{rule['rule'].capitalize()}” solves {rule['solves']:.1%} of the primary problems: a"
+            " gain can be that rule and not the skill."
+        )
+    return " ".join(told) or "Nothing was measured yet."

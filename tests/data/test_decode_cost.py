@@ -12,12 +12,10 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, VideoFile
 from earlyfusion.data.video import problem
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.pipeline.bench.data import decoding_side
-from earlyfusion.pipeline.bench.loaders import vision_of
-from earlyfusion.pipeline.bench.shards import jpeg, write_shards
+from earlyfusion.pipeline.bench.data import decoding_side, jpeg, vision_of, write_shards
 from tests.data.clip_files import numbered, write_clip
 
-BASE = {"patch_limit": 300}
+PATCH_LIMIT = 300
 FLAT_MIB = 12
 """The decoders' pools grow by steps of 1 to 6 MiB at first. A clip holds 450 kB of pixels, so losing every
 clip of the second half would be 130 MiB in 1,200 samples."""
@@ -31,7 +29,7 @@ def memory_of(backend, samples):
     """A worker that encodes pictures and clips by turns: resident MiB along the way, open files, threads."""
     stills = [jpeg(width, height, 0) for width, height in ((1024, 768), (640, 480), (333, 500))]
     clips = [write_clip(numbered(8, 160, 120), codec) for codec in ("h264", "vp9", "av1", "gif")]
-    decode, cfg, sizes = DecodeConfig(video_backend=backend), vision_of(BASE), []
+    decode, cfg, sizes = DecodeConfig(video_backend=backend), vision_of(PATCH_LIMIT), []
     tokenizer = embedded_tokenizer()
     for number in range(samples):
         media = Image(stills[number % 3]) if number % 2 else VideoFile(clips[number // 2 % 4], max_frames=4)
@@ -55,11 +53,11 @@ def test_memory_of_a_worker_stays_flat_over_pictures_and_videos(backend, monkeyp
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"), 40, mixed=False, per_shard=20)
+    return write_shards(tmp_path_factory.mktemp("shards"), 40, 20)
 
 
 def test_the_exact_side_of_the_benchmark_equals_webdataset_with_pillow(shards, cache):
-    request = {**BASE, "shards": shards, "images": 24}
+    request = {"patch_limit": PATCH_LIMIT, "shards": shards, "images": 24}
     found = {side: decoding_side(side, **request) for side in ("webdataset", "ours-exact", "ours")}
     assert found["webdataset"]["digest"] == found["ours-exact"]["digest"] != found["ours"]["digest"]
     assert len({result["patches"] for result in found.values()}) == 1

@@ -42,16 +42,11 @@ def test_a_model_directory_is_evaluated_in_three_forms_and_resumed(tmp_path, dir
     assert (out / "mmlu_pro" / "records.jsonl").read_bytes() == before
 
 
-def test_a_directory_gives_what_its_weights_in_memory_give_on_the_pinned_data(
-    tmp_path, directory, data, capsys
-):
+def test_a_directory_gives_what_its_weights_in_memory_give(tmp_path, directory, data):
     out = tmp_path / "out"
     words = ("--model", directory, "--tasks", "mmlu_pro:cf", "--data", data, "--out", out, "--quiet")
-    assert main(*words, "--sha256", "mmlu_pro=0123456789") == 2
-    assert "mmlu_pro: its data has the hash" in capsys.readouterr().err and not out.exists()
     assert main(*words) == 0
     summary = json.loads((out / "mmlu_pro_cf" / "summary.json").read_text())
-    assert main(*words, "--sha256", f"mmlu_pro={summary['data_hash'][:16]}") == 0
     wrapped = own_model(3)
     found = evaluate_in_memory(wrapped.model, wrapped.tokenizer, ["mmlu_pro:cf"], data={"mmlu_pro": data})
     assert found == {"mmlu_pro_cf": summary["metrics"]}
@@ -109,7 +104,6 @@ def test_published_outputs_are_scored_without_a_model(tmp_path, capsys):
         ("--tasks mmlu_pro --data a --data b", "TASK=PATH"),
         ("--tasks mmlu_pro:essay --model x", "not one of cot, mcf, cf"),
         ("--tasks mmlu_pro --samples 0", "greater than or equal to 1"),
-        ("--tasks mmlu_pro --sha256 mmlu_pro=0 --model x", "at least 8 digits"),
         ("--rescore /nowhere.jsonl", "no such file"),
         ("--tasks mmlu_pro --set levels", "KEY=VALUE"),
     ],

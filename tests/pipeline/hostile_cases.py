@@ -44,7 +44,7 @@ from earlyfusion.pipeline.cli import command_of, exit_code_of, invoke, one_line
 from earlyfusion.pipeline.config.compose import load_config, to_toml
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.report.compare import compare
-from earlyfusion.pipeline.report.run import write_report
+from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.report.sheet import inspect
 from earlyfusion.pipeline.runtime import Runtime
 

@@ -14,7 +14,7 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.kda import naive
 from earlyfusion.pipeline import cli, doctor
-from earlyfusion.pipeline.bench import case, kda_cases
+from earlyfusion.pipeline.bench import case, cases
 
 
 def test_the_doctor_finds_this_machine_well():
@@ -73,7 +73,7 @@ def broken_conv(how):
 @pytest.mark.parametrize("broken", ["forward", "backward", "nan", "raising"])
 def test_a_kernel_that_breaks_its_law_makes_exit_code_1(monkeypatch, capsys, broken):
     monkeypatch.setattr(case, "resolve", lambda op, device: broken_conv(broken))
-    monkeypatch.setattr(doctor, "CASES", {"conv": kda_cases.conv})
+    monkeypatch.setattr(doctor, "CASES", {"conv": cases.conv})
     monkeypatch.setattr(doctor, "table", lambda device: [("short_conv", "torch", "here:broken")])
     monkeypatch.setattr(doctor, "traps", lambda: [])
     assert cli.main(["doctor", "--device", "cpu"]) == 1

@@ -25,7 +25,7 @@ from earlyfusion.data.prepare.cmd import prepare
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import command_of, guarded, invoke
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
-from earlyfusion.pipeline.report.run import write_report
+from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, read_metrics
 

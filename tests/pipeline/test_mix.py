@@ -8,7 +8,7 @@ from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.loading.stats import read_skipped
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.report.run import write_report
+from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.stage_data import describe_mix, mix_schedule
 from earlyfusion.pipeline.track import read_metrics
 

@@ -20,7 +20,6 @@ from earlyfusion.model.engine.state import token_rules
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.long2short.dpo import DpoOptions, DpoRun
-from earlyfusion.rl.long2short.preferences import PreferenceLearner, make_pairs
 from earlyfusion.rl.long2short.samples import SampleOptions, Sampler, recipe_of
 from earlyfusion.rl.rollouts.packing import pack
 
@@ -46,7 +45,6 @@ def plain(net, silent, answered, pairs, batch, options, reference) -> float:
         chosen, rejected = logp(pair.problem, pair.chosen), logp(pair.problem, pair.rejected)
         margin = options.beta * ((chosen - reference[p][0]) - (rejected - reference[p][1]))
         total = total - torch.log(torch.sigmoid(margin))
-        total = total - options.nll * chosen / answered[pair.problem].answers[pair.chosen].tokens
     loss = total / len(batch)
     loss.backward()
     return float(loss.detach())
@@ -55,25 +53,25 @@ def plain(net, silent, answered, pairs, batch, options, reference) -> float:
 @pytest.mark.parametrize("seed, row_tokens", [(0, 60), (1, 60), (0, 4096)])
 def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, row_tokens):
     AcceleratorState._reset_state(True)
-    fixed = {"samples": 6, "max_new_tokens": 7, "problems": 10, "beta": 0.7, "nll": 0.2, "seed": seed}
+    fixed = {"samples": 6, "max_new_tokens": 7, "problems": 10, "beta": 0.7, "seed": seed}
     changes = [f"train.row_tokens={row_tokens}", f"reward.name={REWARD}", "train.threads=1"]
     where = {"model": str(toy), "out": str(tmp_path / "out"), "tasks": TASKS.split()}
     run = DpoRun(DpoOptions(**where, **fixed, set_=changes))
     try:
-        answered = run.sampler.gather()
-        pairs = make_pairs(answered)
-        learner = PreferenceLearner(run.learner, answered, pairs, run.options.beta, run.options.nll)
-        learner.set_reference()
+        answered = run.sampler.gather(run.runtime)
+        run.take(answered)
+        pairs = run.pairs
+        run.set_reference()
         batch = list(range(0, len(pairs), 2))[:9]
         with torch.no_grad():  # away from the start, where all margins are 0
             for parameter in run.model.parameters():
                 parameter.mul_(1.02)
-        sums = learner.gradients(batch, len(batch))
+        sums = run.gradients(batch, len(batch))
         ours = {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
         run.model.zero_grad(set_to_none=True)
         silent = sorted(token_rules(run.model, TOKENIZER).banned_ids)
         assert TOKENIZER.bos_id in silent
-        loss = plain(run.model, silent, answered, pairs, batch, run.options, learner.reference_P2)
+        loss = plain(run.model, silent, answered, pairs, batch, run.options, run.reference_P2)
     finally:
         run.close()
     assert sums["loss"] == pytest.approx(loss, rel=1e-5) and sums["pairs"] == len(batch)
@@ -235,7 +233,7 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     for world in (1, 2):
         launch = f"-m torch.distributed.run --nproc-per-node {world} --master-port {29681 + world}"
         given = words("dpo", toy, tmp_path / str(world), f"{DPO} --set run.steps=3 --set optim.name=adamw")
-        run = ("-m", "earlyfusion.rl.long2short.cmd", *given)
+        run = ("-m", "earlyfusion.pipeline.cli", "long2short", *given)
         done = subprocess.run(
             [sys.executable, *launch.split(), *run], env=env, capture_output=True, text=True
         )

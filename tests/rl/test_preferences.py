@@ -9,8 +9,7 @@ from rl_cases import problem_of
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.average import mean_state
-from earlyfusion.rl.long2short.heldout import compared
-from earlyfusion.rl.long2short.preferences import Pair, batches, dpo_loss, make_pairs, pair_lines
+from earlyfusion.rl.long2short.dpo import Pair, batches, compared, dpo_loss, make_pairs, pair_lines
 from earlyfusion.rl.long2short.samples import Answer, Answered
 from earlyfusion.rl.long2short.shortest import lengths
 from earlyfusion.rl.recipe import TaskEntry

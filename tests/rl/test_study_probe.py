@@ -16,8 +16,8 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.analysis import Model, probes
+from earlyfusion.rl.study.measure import RIDGE, Reader, probe, states_of
 from earlyfusion.rl.study.plan import START
-from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measured import Measured
-from earlyfusion.rl.study.shortcuts import shortcut
+from earlyfusion.rl.study.analysis import shortcut
 
 
 def told(prompt: str, target: str, category: str = "all") -> Measured:
