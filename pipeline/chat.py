@@ -247,7 +247,7 @@ def chat(options: ChatOptions) -> None:
     params = params_of(options)
     folder = model_folder(options.model)
     keep_freed_memory()
-    model = load_model(folder, device=device_of(options.device)).eval()
+    model = load_model(folder, device=device_of(options.device))
     template = template_of(folder) if options.template == "auto" else options.template
 
     with ExitStack() as stack:

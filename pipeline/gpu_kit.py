@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from earlyfusion.pipeline.cli import run_alone
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.options import Options, verb
 
-PROJECT = "earlyfusion"
+PROJECT, MACHINE = "earlyfusion", "x86_64"
 # The machine's own builds of these fit its driver; ours would not.
 THERE = frozenset({"torch", "triton", "torchvision"})
 BUILDING = ("setuptools", "wheel")
@@ -48,11 +48,11 @@ touch "$1/.installed" "$1/.installed-dev"
 """
 
 
-def listed(extras: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """{name: "name==version"} of everything the project needs where markers see this environment, itself,
-    torch and triton left out."""
+def listed(environment: Mapping[str, str]) -> dict[str, str]:
+    """{name: "name==version"} of everything the project and its tests need where markers see this
+    environment, itself, torch and triton left out."""
     found: dict[str, str] = {}
-    waiting, seen = [(PROJECT, tuple(extras)), *((name, ()) for name in BUILDING)], set()
+    waiting, seen = [(PROJECT, ("dev",)), *((name, ()) for name in BUILDING)], set()
     while waiting:
         name, wanted = waiting.pop()
         if (name, wanted) in seen:
@@ -82,14 +82,14 @@ def fetch(line: str, options: KitOptions) -> str:
     def run(*words: str) -> str:
         """pip's last word where it fails. Without dependencies, so that nothing pulls torch in."""
         command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
-        command += ["--no-deps", "-c", options.constraints, line]
+        command += ["--no-deps", "-c", "constraints.txt", line]
         done = subprocess.run(command, capture_output=True, text=True)
         said = done.stderr.strip().splitlines() or ["pip failed without a word"]
         return said[-1] if done.returncode else ""
 
     # Wheels of the other Python and machine, whatever this one is.
     there = ["--implementation=cp", f"--python-version={options.python}", "--only-binary=:all:"]
-    there += [f"--platform={kind}_{options.machine}" for kind in PLATFORMS.split()]
+    there += [f"--platform={kind}_{MACHINE}" for kind in PLATFORMS.split()]
     absent = run("download", *there, "-d", str(folder))
     if not absent:
         return ""
@@ -106,14 +106,8 @@ def fetch(line: str, options: KitOptions) -> str:
 class KitOptions(Options):
     python: Annotated[str, Field(pattern=r"^3\.\d+$")] = "3.12"
     """version of the other machine's Python"""
-    machine: str = "x86_64"
-    """its processor"""
-    extras: str = "dev"
-    """extras of the project, between commas"""
     out: Path = Path("runs/gpu-kit")
     """the folder"""
-    constraints: str = "constraints.txt"
-    """constraints file of every pip command"""
     dry_run: bool = False
     """print the list only"""
 
@@ -127,9 +121,9 @@ def gpu_kit(options: KitOptions) -> int:
         "python_full_version": f"{options.python}.0",
         "sys_platform": "linux",
         "platform_system": "Linux",
-        "platform_machine": options.machine,
+        "platform_machine": MACHINE,
     }
-    lines = list(listed(options.extras.replace(" ", "").split(","), environment).values())
+    lines = list(listed(environment).values())
     print("\n".join(lines))
     if options.dry_run:
         return EXIT_OK

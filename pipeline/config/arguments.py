@@ -13,7 +13,6 @@ import json
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,27 +29,20 @@ from earlyfusion.pipeline.config.schema import model_in
 from earlyfusion.pipeline.options import Options, verb
 
 STARTED = "command.json"
-"""File in the output folder: `Started` as JSON."""
+"""File in the output folder: recipes and overrides as JSON."""
 OF_ONE_CALL = ("run.out", "run.steps")
 """Overrides that a resume does not take over."""
 Override = tuple[str, str]
 
 
-class Started(BaseModel):
-    """What command.json holds."""
+class RecipeArguments(BaseModel):
+    """What a verb was asked: recipes in order, overrides as (dotted key, text), and the two flags, which
+    command.json does not hold."""
 
     recipes: list[str]
     overrides: list[Override]
-
-
-@dataclass
-class RecipeArguments:
-    """What a verb was asked: recipes in order, overrides as (dotted key, text), and the two flags."""
-
-    recipes: list[str]
-    overrides: list[Override]
-    resume: bool
-    dry_run: bool
+    resume: bool = False
+    dry_run: bool = False
 
 
 class RecipeOptions(Options):
@@ -92,7 +84,12 @@ def recipe_command(
     def called(options: RecipeOptions) -> int | None:
         if not options.recipes and default is None:
             raise UserError(f"no recipe given; try: earlyfusion {name} nano")
-        parsed = RecipeArguments(options.recipes or [str(default)], [], options.resume, options.dry_run)
+        parsed = RecipeArguments(
+            recipes=options.recipes or [str(default)],
+            overrides=[],
+            resume=options.resume,
+            dry_run=options.dry_run,
+        )
 
         # As JSON: a folder is text even when its name reads like a number.
         for key, value in options.model_dump(include={"out", "steps", "init_from"}).items():
@@ -182,7 +179,7 @@ def recall(parsed: RecipeArguments, named: bool) -> None:
     if not path.is_file():
         return
     try:
-        stored = Started.model_validate_json(path.read_bytes())
+        stored = RecipeArguments.model_validate_json(path.read_bytes())
     except ValidationError as error:
         text = f"{path}: damaged ({error.errors()[0]['msg']})"
         raise UserError(f"{text}; remove it and give the overrides of the run again") from None

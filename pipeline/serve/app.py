@@ -114,7 +114,7 @@ class Service:
     def __init__(self, options: ServeOptions) -> None:
         # Model, its words, and an engine with the memory that was asked for.
         folder = model_folder(options.model)
-        model = load_model(folder, device=device_of(options.device)).eval()
+        model = load_model(folder, device=device_of(options.device))
         self.tokenizer = Tokenizer.load(folder)
         try:
             engine = Engine(

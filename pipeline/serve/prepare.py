@@ -241,15 +241,12 @@ class Preparer:
         self._free, self._room = list(self.readers), asyncio.Semaphore(processes)
 
     async def prompt(self, job: Job, characters: int) -> TokenPrompt:
-        """The prompt of a text or a conversation of so many characters; raises Refused. Cancelling it frees
-        its process."""
+        """The prompt of a text or a conversation of so many characters; raises Refused and DataError.
+        Cancelling it frees its process."""
         # Short words alone are harmless, and a thread is quicker.
         segments = [] if isinstance(job, str) else [s for message in job for s in message.content]
         if characters <= SHORT and all(isinstance(segment, Text) for segment in segments):
-            try:
-                return TokenPrompt((await asyncio.to_thread(self.setup.encoded, job)).ids)
-            except (DataError, RecursionError, OverflowError) as error:
-                raise Refused(for_client(error)) from None
+            return TokenPrompt((await asyncio.to_thread(self.setup.encoded, job)).ids)
 
         # Who waits holds a body in memory.
         if self.waiting >= LINE:

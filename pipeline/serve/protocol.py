@@ -76,32 +76,29 @@ class Limits:
 # ---- Requests.
 
 
-class Loose(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class Url(Loose):
+# What these models do not name is ignored: clients send what other servers know.
+class Url(BaseModel):
     url: str
 
 
-class TextPart(Loose):
+class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
 
-class ImagePart(Loose):
+class ImagePart(BaseModel):
     type: Literal["image_url"]
     image_url: Url
 
 
-class VideoPart(Loose):
+class VideoPart(BaseModel):
     """A whole video file as one data URL."""
 
     type: Literal["video_url"]
     video_url: Url
 
 
-class FramesPart(Loose):
+class FramesPart(BaseModel):
     """Video frames, each a picture as a data URL, `fps` of them a second."""
 
     type: Literal["video"]
@@ -133,7 +130,7 @@ def as_parts(content: Any) -> Any:
     return [] if content is None else content
 
 
-class Turn(Loose):
+class Turn(BaseModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -169,7 +166,7 @@ class Turn(Loose):
         return Message(self.role, content)
 
 
-class StreamOptions(Loose):
+class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
