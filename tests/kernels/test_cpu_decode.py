@@ -13,8 +13,8 @@ from cases import refused
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.cpu import program as cpp
-from earlyfusion.kernels.cpu.library import compiled
-from earlyfusion.kernels.cpu.sampling import Sampling
+from earlyfusion.kernels.cpu.build import compiled
+from earlyfusion.kernels.cpu.program import Sampling
 
 
 @pytest.fixture
