@@ -60,7 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import check_attention, check_qkv
+from earlyfusion.kernels.checks import check_attention, check_qkv, check_shapes
 from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
@@ -68,7 +68,7 @@ from earlyfusion.kernels.products import (
     wide_bmm,
     without_autocast,
 )
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.segments import Segments
 
 try:
     from torch.nn.attention import varlen as _varlen
@@ -518,7 +518,7 @@ def max_logit(
     One host sync (the comparison with tau); a second one for the row list only when it
     opens.
     """
-    check_packed("max_logit", q_THD, segments)
+    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, lse_TH=lse_TH)
     if segments.total == 0:
         return torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
     bound_H = lse_TH.amax(dim=0)

@@ -20,8 +20,6 @@ import shlex
 import shutil
 import stat
 import subprocess
-import tempfile
-import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.kernels.dispatch import ENVIRONMENT
+from earlyfusion.kernels.files import replacing, write_atomic
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("decode.cpp", "sample.cpp")
@@ -40,10 +39,6 @@ FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapp
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 """Tried in this order: not every compiler knows the first, on every processor."""
 SECONDS = 300
-
-
-class Untrusted(OSError):
-    """A folder or a library that another user owns or may write: what lies there is not run."""
 
 
 def wanted() -> bool:
@@ -94,22 +89,16 @@ def _key(command: tuple[str, ...]) -> str:
 
 
 def _ours(path: Path) -> None:
-    """Raise Untrusted unless the path is this user's and nobody else may write it."""
+    """Raise PermissionError unless the path is this user's and nobody else may write it."""
     # Of the link, not of what it points to.
     about = path.lstat()
     mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
     if not mine or stat.S_ISLNK(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Untrusted(
+        raise PermissionError(
             f"{path} is a link, or belongs to or may be written by another user (owner {about.st_uid}, mode"
             f" {stat.filemode(about.st_mode)}); chmod go-w it, remove it, or set XDG_CACHE_HOME to a folder"
             " of your own"
         )
-
-
-def _seal(target: Path) -> Path:
-    """Beside the library: what its bytes should be. A half-written library would kill the process that loads
-    it."""
-    return target.with_suffix(".sha256")
 
 
 def _digest(path: Path) -> str:
@@ -117,66 +106,37 @@ def _digest(path: Path) -> str:
     return f"{len(data)} {hashlib.sha256(data).hexdigest()}"
 
 
-def _is_whole(target: Path) -> bool:
-    """Whether the library is there as it was built. Raises Untrusted."""
+def _is_whole(target: Path, seal: Path) -> bool:
+    """Whether the library is there as it was built. Raises PermissionError."""
     if not target.exists():
         return False
     _ours(target)
     try:
-        return _seal(target).read_text() == _digest(target)
+        return seal.read_text() == _digest(target)
     except (OSError, ValueError):
         return False
 
 
-def _keep(path: Path, target: Path) -> None:
-    """Move a file to its place once its bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    path.chmod(0o600)
-    os.replace(path, target)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what compilations left that were killed; none takes longer than all its tries."""
-    # A running compilation of another process is left alone.
-    oldest = time.time() - len(NATIVE) * SECONDS
-    for left in folder.glob("tmp*"):
-        try:
-            if left.lstat().st_mtime < oldest:
-                shutil.rmtree(left)
-        except OSError:  # somebody else's, or gone
-            pass
-
-
 def _compile(path: tuple[str, ...], target: Path) -> None:
     """Raises OSError or subprocess.SubprocessError; nothing half-written is left under the target's name."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, said = Path(folder) / target.name, ""
+    said = ""
+    with replacing(target) as made:
         for native in NATIVE:
             command = [*path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            # The seal is written last: without it the library is not loaded.
             if done.returncode == 0:
                 ctypes.CDLL(str(made)).decode  # noqa: B018  (what cannot be loaded is not kept)
-                seal = Path(folder) / "seal"
-                seal.write_text(_digest(made))
-                _keep(made, target)
-                _keep(seal, _seal(target))
+                # Whatever the umask lets others do with new files.
+                made.chmod(0o600)
                 return
             said = said or done.stderr.strip()
-        raise OSError(said[:500] or f"{' '.join(path)} failed without a word")
+        raise OSError(f"{' '.join(path)} failed: {said[:500]}")
 
 
 def library() -> ctypes.CDLL | None:
     """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no
     reason."""
     return _library() if wanted() else None
-
-
-def _told(message: str) -> None:
-    warnings.warn(
-        f"the engine takes torch's operations, which are slower: {message}", RuntimeWarning, stacklevel=4
-    )
 
 
 @cache
@@ -190,21 +150,24 @@ def _library() -> ctypes.CDLL | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _ours(folder)
         target = folder / f"cpu-{_key(path)}.so"
-        if not _is_whole(target):
-            _sweep(folder)
+        # Beside it: what its bytes should be. A half-written library would kill the process that loads it.
+        seal = target.with_suffix(".sha256")
+        if not _is_whole(target, seal):
             _compile(path, target)
+            # Last: without it the library is not loaded.
+            write_atomic(seal, _digest(target))
         return ctypes.CDLL(str(target))
-    except Untrusted as error:
-        _told(str(error))
     except (
         OSError,
         AttributeError,
         RuntimeError,
         subprocess.SubprocessError,
     ) as error:  # RuntimeError: no home
-        _told(
-            f"the C++ could not be compiled with {' '.join(path)}: {error}. Set CXX to another compiler, or "
-            f"{ENVIRONMENT}=torch to stop trying"
+        warnings.warn(
+            f"the engine takes torch's operations, which are slower: {error}. Set CXX to another compiler, or"
+            f" {ENVIRONMENT}=torch to stop trying",
+            RuntimeWarning,
+            stacklevel=3,
         )
     return None
 

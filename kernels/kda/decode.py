@@ -21,7 +21,6 @@ Legend: B sequences, H query/key heads, G value heads, K key dim, V value dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,18 +62,6 @@ class DecodeCache:
         channels = 2 * heads * key_dim + value_heads * value_dim
         state = torch.zeros(slots, value_heads, value_dim, key_dim, dtype=torch.float32, device=device)
         return cls(state, torch.zeros(slots, width, channels, dtype=dtype, device=device))
-
-    def fill(
-        self, slots: Sequence[int], state_NGKV: Tensor, taps_NCW1: Tensor, lengths: Sequence[int]
-    ) -> None:
-        """Bring prefilled sequences in: final states and taps of ``kda`` and ``short_conv``, tokens so far of
-        each."""
-        # A ring: the row of a position does not move when the next token comes.
-        rows, taps = self.x_SRC.shape[1], taps_NCW1.shape[2]
-        for n, (slot, length) in enumerate(zip(slots, lengths)):
-            self.state_SGVK[slot] = state_NGKV[n].transpose(1, 2)
-            for back in range(1, min(taps, length) + 1):
-                self.x_SRC[slot, (length - back) % rows] = taps_NCW1[n, :, taps - back].to(self.x_SRC.dtype)
 
 
 @torch.no_grad()

@@ -216,19 +216,6 @@ def test_a_cache_that_is_not_this_users_alone_is_not_loaded(which, kept):
 
 
 @needs_gxx
-def test_what_a_killed_compilation_left_is_removed_and_a_running_one_is_not(kept):
-    folder, load, _ = kept
-    old, new = folder / "tmpold", folder / "tmpnew"
-    for path in (old, new):
-        path.mkdir()
-        (path / "cpu.so").write_bytes(b"half")
-    # Years old: no compilation takes that long.
-    os.utime(old, (1e9, 1e9))
-    next(folder.glob("*.so")).unlink()
-    assert load()[0] is not None and not old.exists() and new.exists()
-
-
-@needs_gxx
 def test_flags_inside_cxx_are_the_compilers(kept, monkeypatch):
     folder, load, calls = kept
     monkeypatch.setenv("CXX", f"{os.environ['CXX']} -DOTHER='a b'")
