@@ -167,6 +167,20 @@ def check_qkv(qkv_T3HD: Tensor, turns_TC: Tensor) -> None:
         )
 
 
+def check_decode(
+    query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int
+) -> None:
+    """Raise ValueError unless the shapes and dtypes belong together."""
+    check_shapes(
+        "mla_decode", query_BHR=query_BHR, pages_PSR=pages_PSR, table_BN=table_BN, lengths_B=lengths_B
+    )
+    if not 0 < rank <= query_BHR.shape[2]:
+        raise ValueError(
+            f"mla_decode: rank is {rank}; expected 1 to {query_BHR.shape[2]}, the width of a latent row"
+        )
+    check_tensors("mla_decode", query_BHR, INTEGERS, "any", table_BN=table_BN, lengths_B=lengths_B)
+
+
 def check_sources(sources: Sequence[Tensor], width: int) -> None:
     """Raise ValueError unless there is a source and all are [T, D] of one shape with D = ``width``."""
     if not sources:

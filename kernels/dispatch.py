@@ -56,17 +56,19 @@ def register(op: str, backend: str, path: str) -> None:
 
 _OURS = """
 kda kda.naive kda.chunk - kda.triton.kda
-kda_step kda.naive kda.step - -
+kda_step kda.naive kda.decode - -
 short_conv kda.naive kda.conv - kda.triton.conv
 attention attention.naive attention.varlen - attention.triton.flash
 attention_append attention.naive - - attention.triton.flash
-qkv_rope attention.rope:qkv_rope_naive attention.rope - attention.triton.rope
-mla_decode attention.decode attention.tiles - attention.triton.decode
-max_logit attention.naive attention.max_logit - attention.triton.max_logit
-attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 attnres.cpu:phase1 attnres.triton_phase1:phase1
+qkv_rope attention.naive attention.varlen - attention.triton.rope
+mla_decode attention.naive attention.tiles - attention.triton.decode
+max_logit attention.naive attention.varlen - attention.triton.flash
+attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 \
+    attnres.two_phase:phase1_alone attnres.triton_phase1:phase1
 attnres_step attnres.naive:step attnres.two_phase:step - attnres.triton_merge:step
-attnres_block attnres.naive:block attnres.two_phase:block attnres.cpu:block attnres.triton_merge:block
-moe_experts moe.naive moe.grouped moe.cpu moe.triton_experts
+attnres_block attnres.naive:block attnres.two_phase:block \
+    attnres.two_phase:block_alone attnres.triton_merge:block
+moe_experts moe.naive moe.grouped moe.grouped:moe_experts_alone moe.triton_experts
 linear_cross_entropy loss.naive loss.chunked_ce - loss.triton_rows
 token_log_probs loss.naive loss.chunked_ce - loss.triton_rows
 newton_schulz muon.naive muon.newton_schulz - muon.triton_symmetric

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype
+from earlyfusion.kernels.products import accumulate_dtype, compute_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:

@@ -123,13 +123,3 @@ class Segments:
             ).to(device)
 
         return self.cached(("position", str(device)), build)
-
-
-def check_packed(name: str, tensor: Tensor, segments: Segments) -> None:
-    """Raise ValueError unless the first axis of ``tensor`` holds exactly the tokens of ``segments``."""
-    if tensor.shape[0] != segments.total:
-        raise ValueError(
-            f"{name}: got {tensor.shape[0]} tokens on axis 0 (shape {tuple(tensor.shape)}), but the segments"
-            f" describe {segments.num} documents with {segments.total} tokens. Pass the Segments made for"
-            " this packed row."
-        )

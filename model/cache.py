@@ -22,8 +22,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.attention.tiles import attend_in_tiles, pages_of
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.kda.decode import DecodeCache, decode
-from earlyfusion.kernels.kda.step import conv_step
+from earlyfusion.kernels.kda.decode import DecodeCache, conv_step, decode
 from earlyfusion.kernels.segments import Segments
 
 

@@ -137,7 +137,7 @@ class MultiHeadLatentAttention(Fp32State):
         if track:
             with torch.no_grad():
                 if counted_T is not None:
-                    # A row without a normaliser holds no maximum (kernels/attention/max_logit.py).
+                    # A row without a normaliser holds no maximum (kernels/attention/varlen.py).
                     lse_TH = lse_TH.masked_fill(~counted_T[:, None], float("-inf"))
                 largest = resolve("max_logit", q_THQ)(
                     q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.precision import without_autocast
+from earlyfusion.kernels.products import without_autocast
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.layers import Fp32State, SwiGLU, at_least_fp32
 

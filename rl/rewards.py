@@ -30,7 +30,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.places import function_at
+from earlyfusion.kernels.files import function_at
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
 Isolation: TypeAlias = Literal["inline", "process"]

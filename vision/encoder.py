@@ -27,7 +27,7 @@ from torch import nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.places import function_at
+from earlyfusion.kernels.files import function_at
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig

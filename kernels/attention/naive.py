@@ -6,6 +6,19 @@ For query i and key j of the same document (j <= i if causal), with n = H / G qu
     o_hi  = sum_j exp(s_hij - lse_hi) v_gj           S_h = max_ij s_hij   (visible pairs only)
 
 Legend: T tokens, N documents, H query heads, G key/value heads, D key dim, V value dim.
+
+One decode step of absorbed multi-head latent attention over paged latents.
+
+In the absorbed form every head of a sequence attends over the same rows: the key of a cached token is its
+whole latent row (normed latent and shared part), its value the first ``rank`` channels. With q_bh absorbed
+queries of width R,
+
+    s_j = scale <q_bh, row_j>      p = softmax over the sequence's tokens      mixed_bh = sum_j p_j
+                                   row_j[:rank]
+
+Token j of sequence b is row j % S of page table[b, j // S].
+
+Legend: B sequences, H heads, R latent width, P pages, S rows of a page, N most pages of a sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_append, check_attention
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.checks import check_append, check_attention, check_decode, check_qkv
+from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments
 
 
@@ -42,7 +55,7 @@ def attention(
     """Softmax attention, documents isolated from each other, one document at a time.
 
     Returns:
-        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.products`) and
         the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
@@ -110,7 +123,7 @@ def max_logit(
     """Exact S_h, float32 [H], from materialised logits; ``-inf`` for an empty row.
 
     ``lse_TH`` and ``tau`` are not needed here; the gated form
-    (:func:`earlyfusion.kernels.attention.max_logit.max_logit`) shares the signature.
+    (:func:`earlyfusion.kernels.attention.varlen.max_logit`) shares the signature.
     """
     # Documents without rows leave -inf, which clips nothing.
     best_H = torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
@@ -122,3 +135,50 @@ def max_logit(
             logits_HTT = _document_logits(q_THD[rows], k_TGD[rows], causal, scale)
             best_H = torch.maximum(best_H, logits_HTT.flatten(1).amax(dim=1).float())
     return best_H
+
+
+# ---- one token over paged latents ----
+
+
+def mla_decode(
+    query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
+) -> Tensor:
+    """The definition, gathered and masked; also the plain torch form (a step has one row a sequence).
+
+    Args:
+        lengths_B: cached tokens of every sequence, the newest included; 0 for an idle slot.
+    Returns:
+        mixed_BHr: mixed latents in the query's dtype (zeros for an idle slot).
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
+    wide = torch.promote_types(query_BHR.dtype, torch.float32)
+    # Whole pages are gathered; what lies past the end is masked.
+    rows_BLR = pages_PSR[table_BN.long().clamp(0, pages_PSR.shape[0] - 1)].flatten(1, 2).to(wide)
+    hidden_BL = torch.arange(rows_BLR.shape[1], device=query_BHR.device) >= lengths_B[:, None]
+    # rows past the end may hold anything, and 0 * NaN is NaN
+    rows_BLR = rows_BLR.masked_fill(hidden_BL[..., None], 0.0)
+    logits_BHL = torch.einsum("bhr,blr->bhl", query_BHR.to(wide), rows_BLR) * scale
+    logits_BHL = logits_BHL.masked_fill(hidden_BL[:, None], float("-inf"))
+    # The softmax of an idle slot is that of nothing.
+    p_BHL = torch.where(hidden_BL[:, None], 0.0, logits_BHL.softmax(dim=-1))
+    return torch.einsum("bhl,blr->bhr", p_BHL, rows_BLR[..., :rank]).to(query_BHR.dtype)
+
+
+# ---- split and turn of a projection ----
+
+
+def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition, pair by pair in real numbers. Returns ``(q_THD, k_THD, v_THD)`` in the dtype of qkv."""
+    check_qkv(qkv_T3HD, turns_TC)
+    q, k, v = qkv_T3HD.unbind(1)
+    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
+    cos, sin = turns_TC.real[:, None].to(wide), turns_TC.imag[:, None].to(wide)
+
+    def turn(x: Tensor) -> Tensor:
+        # As two real numbers, so that the law does not lean on complex arithmetic.
+        even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+    return turn(q), turn(k), v

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.attention.decode import check_decode
-from earlyfusion.kernels.precision import accumulate_dtype, wide_bmm
+from earlyfusion.kernels.checks import check_decode
+from earlyfusion.kernels.products import accumulate_dtype, wide_bmm
 
 # Tiles grow with the context: few borders, and bounded memory all the same.
 FIRST_TILE, LAST_TILE = 128, 8192
@@ -99,7 +99,7 @@ def pages_of(pages_PSR: Tensor, table_BN: Tensor) -> Callable[[int, int], Tensor
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
 ) -> Tensor:
-    """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. Raises ValueError also for a page size
+    """See :func:`earlyfusion.kernels.attention.naive.mla_decode`. Raises ValueError also for a page size
     that does not divide FIRST_TILE."""
     check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
     size = pages_PSR.shape[1]

@@ -25,11 +25,32 @@ Building a plan needs only host lengths; it is made once per packed row and devi
 
 Legend: T tokens, H query heads, G key/value heads, n = H / G, D key dim, V value dim, B documents, L padded
 length, R query rows of a tile, M keys of a tile.
+
+Splitting a packed qkv projection and turning q and k by a 2-D RoPE, as one operation.
+
+    q_t = turn(qkv_t[0]), k_t = turn(qkv_t[1]), v_t = qkv_t[2];    turn: (x_2c + i x_2c+1) * turns_tc
+
+Adjacent channels are a pair (pair 2i carries the column, pair 2i + 1 the row of a patch; the turns already
+say so).
+
+Legend: T tokens (patches), H heads, D head dim, C = D / 2 pairs.
+
+The largest attention logit per head from the softmax normaliser: what QK-Clip needs, at no cost until it
+clips.
+
+A row with c visible keys satisfies  max_j s_ij <= lse_i <= max_j s_ij + log c.  Hence
+
+* if no lse exceeds tau, no logit does: the largest lse is an upper bound that leaves QK-Clip inactive;
+* otherwise S_h >= floor_h = max_i (lse_i - log c_i), and only rows with lse_i >= floor_h can hold S_h. Those
+  rows are multiplied with the keys of their document again, which gives S_h exactly, mask included.
+
+Legend: T tokens, H query heads, G key heads, n = H / G, D key dim, C candidate rows, L keys of a document.
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,8 +60,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import check_attention
-from earlyfusion.kernels.precision import (
+from earlyfusion.kernels.checks import check_attention, check_qkv, check_shapes
+from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
     softmax_with_lse,
@@ -413,7 +434,7 @@ def attention(
     Any head dims, H a multiple of G, V may differ from D. Under autocast the products run in its dtype.
 
     Returns:
-        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.products`) and
         the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
@@ -424,3 +445,104 @@ def attention(
     if varlen_available(q_THD, v_TGV):
         return _varlen_attention(q_THD, k_TGD, v_TGV, segments, causal, scale)
     return _BucketedAttention.apply(q_THD, k_TGD, v_TGV, segments, causal, scale)
+
+
+# ---- split and turn of a projection ----
+
+
+def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(q_THD, k_THD, v_THD)`` through one complex product; float32 inside, the dtype of qkv outside.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_qkv(qkv_T3HD, turns_TC)
+    qk, v = qkv_T3HD.split((2, 1), dim=1)  # split and unbind: their backward is one concatenation
+    wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
+    # q and k in one product.
+    pairs = torch.view_as_complex(qk.to(wide).unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * turns_TC[:, None, None]).flatten(-2).to(qkv_T3HD.dtype)
+    q, k = turned.unbind(1)
+    return q, k, v.squeeze(1)
+
+
+# ---- the largest logit ----
+
+# Too large a slack only costs some rows; too small a one would miss the maximum.
+LSE_SLACK = 1e-2  # relative; covers a kernel's error: 7e-3 in torch's bfloat16 CPU flash kernel
+LOGITS_AT_ONCE = 1 << 22  # elements of the recomputed [H, C, L]
+
+
+def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Lower bound [H] of every head's largest logit, less what the log-sum-exp may be wrong by."""
+
+    def build() -> Tensor:
+        if causal:
+            visible_T = segments.position(lse_TH.device) + 1
+        else:
+            # Without a mask every row sees its whole document.
+            visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[
+                segments.ids(lse_TH.device).long()
+            ]
+        return visible_T.to(lse_TH.dtype).log()[:, None]
+
+    # The same for all layers of a row.
+    log_T1 = segments.cached(("max_logit.visible", causal, lse_TH.dtype, str(lse_TH.device)), build)
+    floor_H = (lse_TH - log_T1).amax(dim=0)
+    return floor_H - LSE_SLACK * (1 + floor_H.abs())
+
+
+@torch.no_grad()
+def max_logit(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    lse_TH: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
+    tau: float,
+) -> Tensor:
+    """Largest scaled logit over visible pairs, float32 [H], exact whenever some head could exceed ``tau``.
+
+    Args:
+        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` . Rows set to -inf are left out
+            of the maximum (filler).
+        tau: the clipping threshold.
+    Returns:
+        If no head's largest log-sum-exp exceeds tau: that log-sum-exp, an upper bound of S_h that is <= tau.
+        Otherwise S_h of every head. ``-inf`` for an empty row.
+    Raises:
+        ValueError: the row does not match ``segments``.
+
+    One host sync (the comparison with tau); a second one for the row list only when it
+    opens.
+    """
+    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, lse_TH=lse_TH)
+    if segments.total == 0:
+        return torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
+    bound_H = lse_TH.amax(dim=0)
+    # The one look at the device; mostly it ends here.
+    if not bool((bound_H > tau).any()):
+        return bound_H.float()
+    rows = (lse_TH >= floors(lse_TH, segments, causal)).any(dim=1).nonzero()[:, 0].tolist()
+    dtype = compute_dtype(q_THD, k_TGD)  # the operands attention multiplied, under autocast too
+    wide = accumulate_dtype(dtype)
+    q_TGnD = q_THD.to(dtype).unflatten(1, (k_TGD.shape[1], -1))
+    # Only rows that can hold a maximum are multiplied again, document by document.
+    best_H = torch.full_like(bound_H, float("-inf"))
+    # Long rows in pieces: the logits of all candidates could be large.
+    step = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length))
+    with without_autocast(q_THD):
+        for start, length in zip(segments.offsets, segments.lengths):
+            k_LGD = k_TGD[start : start + length].to(dtype).to(wide)
+            mine = rows[bisect_left(rows, start) : bisect_left(rows, start + length)]
+            for low in range(0, len(mine), step):
+                index_C = torch.tensor(mine[low : low + step], device=q_THD.device)
+                logits_GnCL = torch.einsum("cgnd,lgd->gncl", q_TGnD[index_C].to(wide), k_LGD) * scale
+                if causal:
+                    hidden_CL = torch.arange(length, device=q_THD.device) > (index_C - start)[:, None]
+                    logits_GnCL = logits_GnCL.masked_fill(hidden_CL, float("-inf"))
+                found_H = logits_GnCL.flatten(2).amax(dim=2).flatten()
+                best_H = torch.maximum(best_H, found_H.to(best_H.dtype))
+    return best_H.float()

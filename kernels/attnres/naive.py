@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.checks import check_sources
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
 
 Rows = tuple[Tensor, ...]
 

@@ -33,7 +33,7 @@ from earlyfusion.kernels.attnres.triton_phase1 import phase1
 from earlyfusion.kernels.attnres.two_phase import SubLayer, Watch
 from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.launch import column_tile, hardware, on_device
-from earlyfusion.kernels.precision import compute_dtype
+from earlyfusion.kernels.products import compute_dtype
 
 # Few rows, so that many programs share the launch; the walk over D is long enough.
 ROWS = 4  # tokens of a forward tile

@@ -1,11 +1,13 @@
 """The C++ of this room as a library: compiled for this machine when it is first asked for, and kept.
 
-The engine uses it on a CPU in float32, for the decoder (program.py) and for choosing tokens (sampling.py).
+The engine uses it on a CPU in float32, for the decoder and for choosing tokens (both in program.py).
 
 It takes a C++17 compiler (`CXX`, else g++, clang++ or c++ on the path) some seconds, once: the library lies
 under the user's cache directory (`XDG_CACHE_HOME`, else ~/.cache) by the hash of the sources, the compiler
 and the processor's instructions. Without a compiler, or with EF_KERNELS=torch, `library` is None and
 everything runs on torch's operations.
+
+Calls into the compiled library: what its functions take, and rows shared out over threads.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import shlex
 import shutil
 import stat
 import subprocess
-import tempfile
-import time
 import warnings
+from bisect import bisect_left
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from earlyfusion.kernels.dispatch import ENVIRONMENT
+from earlyfusion.kernels.files import replacing, write_atomic
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("decode.cpp", "sample.cpp")
@@ -34,10 +39,6 @@ FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapp
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 """Tried in this order: not every compiler knows the first, on every processor."""
 SECONDS = 300
-
-
-class Untrusted(OSError):
-    """A folder or a library that another user owns or may write: what lies there is not run."""
 
 
 def wanted() -> bool:
@@ -88,22 +89,16 @@ def _key(command: tuple[str, ...]) -> str:
 
 
 def _ours(path: Path) -> None:
-    """Raise Untrusted unless the path is this user's and nobody else may write it."""
+    """Raise PermissionError unless the path is this user's and nobody else may write it."""
     # Of the link, not of what it points to.
     about = path.lstat()
     mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
     if not mine or stat.S_ISLNK(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise Untrusted(
+        raise PermissionError(
             f"{path} is a link, or belongs to or may be written by another user (owner {about.st_uid}, mode"
             f" {stat.filemode(about.st_mode)}); chmod go-w it, remove it, or set XDG_CACHE_HOME to a folder"
             " of your own"
         )
-
-
-def _seal(target: Path) -> Path:
-    """Beside the library: what its bytes should be. A half-written library would kill the process that loads
-    it."""
-    return target.with_suffix(".sha256")
 
 
 def _digest(path: Path) -> str:
@@ -111,66 +106,37 @@ def _digest(path: Path) -> str:
     return f"{len(data)} {hashlib.sha256(data).hexdigest()}"
 
 
-def _is_whole(target: Path) -> bool:
-    """Whether the library is there as it was built. Raises Untrusted."""
+def _is_whole(target: Path, seal: Path) -> bool:
+    """Whether the library is there as it was built. Raises PermissionError."""
     if not target.exists():
         return False
     _ours(target)
     try:
-        return _seal(target).read_text() == _digest(target)
+        return seal.read_text() == _digest(target)
     except (OSError, ValueError):
         return False
 
 
-def _keep(path: Path, target: Path) -> None:
-    """Move a file to its place once its bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    path.chmod(0o600)
-    os.replace(path, target)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what compilations left that were killed; none takes longer than all its tries."""
-    # A running compilation of another process is left alone.
-    oldest = time.time() - len(NATIVE) * SECONDS
-    for left in folder.glob("tmp*"):
-        try:
-            if left.lstat().st_mtime < oldest:
-                shutil.rmtree(left)
-        except OSError:  # somebody else's, or gone
-            pass
-
-
 def _compile(path: tuple[str, ...], target: Path) -> None:
     """Raises OSError or subprocess.SubprocessError; nothing half-written is left under the target's name."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, said = Path(folder) / target.name, ""
+    said = ""
+    with replacing(target) as made:
         for native in NATIVE:
             command = [*path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            # The seal is written last: without it the library is not loaded.
             if done.returncode == 0:
                 ctypes.CDLL(str(made)).decode  # noqa: B018  (what cannot be loaded is not kept)
-                seal = Path(folder) / "seal"
-                seal.write_text(_digest(made))
-                _keep(made, target)
-                _keep(seal, _seal(target))
+                # Whatever the umask lets others do with new files.
+                made.chmod(0o600)
                 return
             said = said or done.stderr.strip()
-        raise OSError(said[:500] or f"{' '.join(path)} failed without a word")
+        raise OSError(f"{' '.join(path)} failed: {said[:500]}")
 
 
 def library() -> ctypes.CDLL | None:
     """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no
     reason."""
     return _library() if wanted() else None
-
-
-def _told(message: str) -> None:
-    warnings.warn(
-        f"the engine takes torch's operations, which are slower: {message}", RuntimeWarning, stacklevel=4
-    )
 
 
 @cache
@@ -184,21 +150,24 @@ def _library() -> ctypes.CDLL | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _ours(folder)
         target = folder / f"cpu-{_key(path)}.so"
-        if not _is_whole(target):
-            _sweep(folder)
+        # Beside it: what its bytes should be. A half-written library would kill the process that loads it.
+        seal = target.with_suffix(".sha256")
+        if not _is_whole(target, seal):
             _compile(path, target)
+            # Last: without it the library is not loaded.
+            write_atomic(seal, _digest(target))
         return ctypes.CDLL(str(target))
-    except Untrusted as error:
-        _told(str(error))
     except (
         OSError,
         AttributeError,
         RuntimeError,
         subprocess.SubprocessError,
     ) as error:  # RuntimeError: no home
-        _told(
-            f"the C++ could not be compiled with {' '.join(path)}: {error}. Set CXX to another compiler, or "
-            f"{ENVIRONMENT}=torch to stop trying"
+        warnings.warn(
+            f"the engine takes torch's operations, which are slower: {error}. Set CXX to another compiler, or"
+            f" {ENVIRONMENT}=torch to stop trying",
+            RuntimeWarning,
+            stacklevel=3,
         )
     return None
 
@@ -212,3 +181,68 @@ def status() -> str:
     if library() is None:
         return "torch's operations (the C++ does not compile, or its cache is not this user's alone)"
     return f"compiled ({' '.join(compiler() or ())})"
+
+
+# ---- calls ----
+
+INT, REAL, AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+"""int64_t, double, an address."""
+
+
+def compiled() -> ctypes.CDLL:
+    """The library, which must be there: ask `build.library` first."""
+    found = library()
+    if found is None:
+        raise RuntimeError(
+            "the C++ of kernels/cpu is not compiled on this machine; ask build.library() first"
+        )
+    return _declared(found)
+
+
+@cache
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    arguments = {
+        "decode": (AT, AT, INT, INT, INT),
+        "logits": (AT, AT, AT, INT, INT),
+        "sample": (AT, INT, INT),
+        "product": (INT, AT, INT, AT, AT, INT, INT),
+        "apply": (INT, INT, AT, AT),
+    }
+    # ctypes would pass 32-bit integers where nothing is declared.
+    for name, types in arguments.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = types, None
+    found.structure_size.argtypes = (INT,)
+    for name in ("panel_width", "structure_size", "sampling_size"):
+        getattr(found, name).restype = INT
+    return found
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="rows")
+
+
+def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int], threads: int) -> None:
+    """function(*arguments, first, end) over all rows, by so many threads. starts: first row of every
+    sequence, and the number of rows; a sequence is not torn apart."""
+    shares = share_out(starts, threads)
+    # The first share is this thread's own.
+    pool = _pool(len(shares) - 1, os.getpid()) if len(shares) > 1 else None
+    others = [pool.submit(function, *arguments, *share) for share in shares[1:]] if pool is not None else []
+    function(*arguments, *shares[0])
+    for other in others:
+        other.result()
+
+
+def share_out(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
+    """(first, end) rows of each thread: whole sequences, about as many rows each; fewer shares where there
+    are fewer."""
+    rows, borders = starts[-1], [0]
+    for thread in range(1, threads):
+        # Shares end where sequences end: a sequence's tokens follow each other.
+        nearest = starts[bisect_left(starts, rows * thread / threads)]
+        if borders[-1] < nearest < rows:
+            borders.append(nearest)
+    return list(zip(borders, [*borders[1:], rows]))

@@ -54,10 +54,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.checks import Inputs, check_kda
-from earlyfusion.kernels.kda.gate import log_decay, log_decay_backward, wide_dtype
 from earlyfusion.kernels.kda.grid import Grid, chunk_grid, chunk_states, scan_gradients
-from earlyfusion.kernels.kda.naive import L2_EPS
-from earlyfusion.kernels.precision import without_autocast
+from earlyfusion.kernels.kda.naive import L2_EPS, log_decay, log_decay_backward, wide_dtype
+from earlyfusion.kernels.products import without_autocast
 from earlyfusion.kernels.segments import Segments
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.checks import check_conv
-from earlyfusion.kernels.kda.gate import wide_dtype
+from earlyfusion.kernels.kda.naive import wide_dtype
 from earlyfusion.kernels.segments import Segments
 
 # Pre-activation, gradient and inputs of a block are all in the cache at once.

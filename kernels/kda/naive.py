@@ -6,11 +6,19 @@ V]:
 
     S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,    o_t = scale * S_t^T q_t
 
-q and k are L2-normalised, alpha = exp(g) per key channel (kernels/kda/gate.py), beta = sigmoid(b). The state
+q and k are L2-normalised, alpha = exp(g) per key channel (`log_decay`), beta = sigmoid(b). The state
 is float32. Gradients come from autograd. Slow; meant for tests and for reading.
 
 Legend: T tokens, B sequences, N documents, H query/key heads, G value heads (a multiple of H; value head g
 reads query/key head g // (G / H)), K key dim, V value dim, C channels, W taps.
+
+The two KDA forget gates, in natural log units, with their closed-form gradients.
+
+``lower_bound is None``: g = -exp(A_log) * softplus(f + dt_bias), unbounded below (Kimi Linear 48B).
+``lower_bound = L < 0``: g = L * sigmoid(exp(A_log) * (f + dt_bias)), inside (L, 0) (Kimi K3).
+The decay of one key channel over one token is alpha = exp(g), in [0, 1].
+
+Legend: T tokens, G value heads, K key dim.
 """
 
 from __future__ import annotations
@@ -20,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.checks import Inputs, check_kda, check_shapes
-from earlyfusion.kernels.kda.gate import log_decay, wide_dtype
-from earlyfusion.kernels.precision import without_autocast
+from earlyfusion.kernels.products import without_autocast
 from earlyfusion.kernels.segments import Segments
 
 L2_EPS = 1e-6
@@ -90,7 +97,7 @@ def kda(
     Args:
         q_THK, k_THK: queries and keys after the convolution, before normalisation.
         v_TGV: values. f_TGK: gate pre-activations. b_TG: logits of beta.
-        A_log_G, dt_bias_GK: gate parameters, see kernels/kda/gate.py.
+        A_log_G, dt_bias_GK: gate parameters, see `log_decay`.
         segments: the documents of the row; no state passes from one to the next.
         lower_bound: None for the softplus gate, a negative number for the bounded gate.
         initial_state_NGKV: state before the first token of each document, zero by default.
@@ -155,3 +162,61 @@ def short_conv(
         outputs.append(F.silu(z_CT).T.to(x_TC.dtype))
         taps.append(padded[None, :, padded.shape[1] - (width - 1) :].to(x_TC.dtype))
     return torch.cat(outputs), torch.cat(taps) if output_taps else None
+
+
+# ---- the forget gates ----
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any argument is float64, else float32: gates, states and sums are never kept in half
+    precision."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Raise ValueError unless the bound is None or negative."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(
+            f"KDA gate: lower_bound={lower_bound} given; expected None (unbounded softplus gate) or a"
+            " negative number of nats per token such as -5.0"
+        )
+
+
+def log_decay(f_TGK: Tensor, A_log_G: Tensor, dt_bias_GK: Tensor, lower_bound: float | None) -> Tensor:
+    """g_TGK in nats per token, all entries <= 0, in float32 (float64 if an argument is). Leading axes of f
+    are free."""
+    check_lower_bound(lower_bound)
+    dtype = wide_dtype(f_TGK, A_log_G, dt_bias_GK)
+    rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)
+    x_TGK = f_TGK.to(dtype) + dt_bias_GK.to(dtype)
+    if lower_bound is None:
+        # exp(A_log) is the rate of a head, between 1 and 16 when it is made.
+        return F.softplus(x_TGK) * -rate_G1
+    return torch.sigmoid(x_TGK * rate_G1) * lower_bound
+
+
+def log_decay_backward(
+    dg_TGK: Tensor,
+    f_TGK: Tensor,
+    g_TGK: Tensor,
+    A_log_G: Tensor,
+    dt_bias_GK: Tensor,
+    lower_bound: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (df_TGK, dA_log_G, ddt_bias_GK) from dg and the g that :func:`log_decay` returned.
+
+    The derivative of the bounded gate is taken from its value, L * s * (1 - s) = g * (1 - g / L): it goes to
+    exactly 0 where the sigmoid saturates, so a huge exp(A_log) never meets an infinity.
+    """
+    dtype = g_TGK.dtype
+    rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)
+    x_TGK = f_TGK.to(dtype) + dt_bias_GK.to(dtype)
+    if lower_bound is None:
+        dA_log_G = (dg_TGK * g_TGK).sum(0).sum(-1)
+        df_TGK = x_TGK.sigmoid_().mul_(dg_TGK).mul_(-rate_G1)
+    else:
+        # From the value, not from the sigmoid again: where it saturates the difference is an exact zero.
+        inner_TGK = torch.addcmul(g_TGK, g_TGK, g_TGK, value=-1.0 / lower_bound).mul_(dg_TGK).mul_(rate_G1)
+        dA_log_G = (inner_TGK * x_TGK).sum(0).sum(-1)
+        df_TGK = inner_TGK
+    return df_TGK, dA_log_G, df_TGK.sum(0)

@@ -26,14 +26,15 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.checks import check_loss, check_temperature
 from earlyfusion.kernels.loss.naive import IGNORE
-from earlyfusion.kernels.precision import (
+from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
+    product,
+    product_over_rows,
     softmax_with_lse,
     wide_mm,
     without_autocast,
 )
-from earlyfusion.kernels.products import product, product_over_rows
 
 # The logits of a chunk are written once and read twice.
 MOST_ROWS = 1024  # of logits computed at once: the workspace is two float32 [rows, V]

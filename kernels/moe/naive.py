@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.checks import check_experts
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
 
 
 def moe_experts(
@@ -26,7 +26,7 @@ def moe_experts(
         expert_ids_TJ: int64 in [0, E).
         weights_TJ: router weights, usually float32.
     Returns:
-        y_TD in the compute dtype of x and the expert weights (see :mod:`earlyfusion.kernels.precision`).
+        y_TD in the compute dtype of x and the expert weights (see :mod:`earlyfusion.kernels.products`).
     Raises:
         ValueError: shapes do not belong together.
     """

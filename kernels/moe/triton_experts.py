@@ -36,7 +36,7 @@ from earlyfusion.kernels.attention.triton.flash import dot
 from earlyfusion.kernels.checks import FLOATS, check_experts, check_tensors
 from earlyfusion.kernels.launch import check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
-from earlyfusion.kernels.precision import compute_dtype
+from earlyfusion.kernels.products import compute_dtype
 
 
 # It travels into the kernels whole.

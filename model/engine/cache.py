@@ -25,7 +25,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.kda.decode import DecodeCache
-from earlyfusion.kernels.precision import accumulate_dtype
+from earlyfusion.kernels.products import accumulate_dtype
 from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
 from earlyfusion.model.config import ModelConfig
 

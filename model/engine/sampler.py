@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.cpu.sampling import sample, takes
+from earlyfusion.kernels.cpu.program import sample, takes
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

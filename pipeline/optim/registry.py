@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.places import function_at
+from earlyfusion.kernels.files import function_at
 from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.routing import Family, build_param_groups
 

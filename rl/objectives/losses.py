@@ -45,7 +45,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from torch import Tensor
 
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.places import function_at
+from earlyfusion.kernels.files import function_at
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.objectives.sequences import Totals, group, only, sequence_sums, spread, totals

@@ -80,7 +80,7 @@ def test_pretraining(emulated, tmp_path):
         # Which rows have a loss; and in torch the gate of the largest logit of the one MLA layer.
         layers = {"kernels/loss/chunked_ce.py:_split": steps}
         if kernels == "torch":
-            layers["kernels/attention/max_logit.py:max_logit"] = steps
+            layers["kernels/attention/varlen.py:max_logit"] = steps
         for place, times in waits(found, "forward").items():
             if place.startswith("kernels/loss") or place.endswith(":max_logit"):
                 assert layers.pop(place) == times

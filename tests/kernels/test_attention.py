@@ -1,5 +1,5 @@
 """Packed attention: the fast forms on a CPU and Triton's (interpreted) against the definition, document by
-document: values, gradients, isolation; new tokens after earlier keys; the largest logit behind its gate."""
+document: values, gradients, isolation; new tokens after earlier keys; the largest logit behind its varlen."""
 
 import math
 
@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from cases import Form, forms, needs_interpreter, poisoned_empties, randn, relative_error
 
-from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention import naive, varlen
 from earlyfusion.kernels.attention.triton import flash
-from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
 from earlyfusion.kernels.segments import Segments
 
 # The same sums in another order.
@@ -234,10 +232,10 @@ def test_with_a_gradient_the_kernel_without_atomics_is_taken(monkeypatch):
 # The largest logit: exact once a head may exceed tau, else the log-sum-exp's bound.
 
 GATES = {
-    "torch64": Form(gate, torch.float64, 1e-6),
-    "torch32": Form(gate, torch.float32, 1e-6),
-    "torch16": Form(gate, torch.bfloat16, 1e-6),
-    "triton": Form(triton_max_logit, torch.float32, 3e-6),
+    "torch64": Form(varlen, torch.float64, 1e-6),
+    "torch32": Form(varlen, torch.float32, 1e-6),
+    "torch16": Form(varlen, torch.bfloat16, 1e-6),
+    "triton": Form(flash, torch.float32, 3e-6),
 }
 
 
@@ -248,7 +246,7 @@ def logits_case(form, heads, causal, size, lengths=SMALL):
     # Exact for each head, not only for the loudest.
     q[:, -1] *= 0.1
     segments, options = Segments(lengths), {"causal": causal, "scale": 0.2}
-    attend = flash if form.op is triton_max_logit else varlen
+    attend = flash if form.op is flash else varlen
     _, lse = attend.attention(q, k, v, segments, **options)
     exact = naive.max_logit(q, k, lse, segments, **options, tau=0.0)
     ask = lambda tau, q=q, k=k: form.op.max_logit(q, k, lse, segments, **options, tau=tau)

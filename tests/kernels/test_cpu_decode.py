@@ -13,8 +13,8 @@ from cases import refused
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.cpu import program as cpp
-from earlyfusion.kernels.cpu.library import compiled
-from earlyfusion.kernels.cpu.sampling import Sampling
+from earlyfusion.kernels.cpu.build import compiled
+from earlyfusion.kernels.cpu.program import Sampling
 
 
 @pytest.fixture
@@ -213,19 +213,6 @@ def test_a_cache_that_is_not_this_users_alone_is_not_loaded(which, kept):
     # What others may write is code that others choose.
     with pytest.warns(RuntimeWarning, match=named):
         assert load() == (None, 1)
-
-
-@needs_gxx
-def test_what_a_killed_compilation_left_is_removed_and_a_running_one_is_not(kept):
-    folder, load, _ = kept
-    old, new = folder / "tmpold", folder / "tmpnew"
-    for path in (old, new):
-        path.mkdir()
-        (path / "cpu.so").write_bytes(b"half")
-    # Years old: no compilation takes that long.
-    os.utime(old, (1e9, 1e9))
-    next(folder.glob("*.so")).unlink()
-    assert load()[0] is not None and not old.exists() and new.exists()
 
 
 @needs_gxx

@@ -7,11 +7,11 @@ import torch
 from cases import randn
 
 from earlyfusion.kernels import dispatch
-from earlyfusion.kernels.attnres import cpu as attnres_cpu
 from earlyfusion.kernels.attnres import naive as attnres_naive
+from earlyfusion.kernels.attnres import two_phase
 from earlyfusion.kernels.attnres.two_phase import SubLayer
-from earlyfusion.kernels.moe import cpu as moe_cpu
 from earlyfusion.kernels.moe import naive as moe_naive
+from earlyfusion.kernels.moe.grouped import moe_experts_alone
 
 # Float64, other sums of the same numbers.
 EXACT = 1e-12
@@ -55,10 +55,10 @@ def experts(tokens, dtype=torch.float64):
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_experts_equal_their_law(tokens):
     given = experts(tokens)
-    torch.testing.assert_close(moe_cpu.moe_experts(*given), moe_naive.moe_experts(*given), atol=EXACT, rtol=0)
+    torch.testing.assert_close(moe_experts_alone(*given), moe_naive.moe_experts(*given), atol=EXACT, rtol=0)
     # A step without tokens, as a rank may have.
     none = [tensor[:0] for tensor in given[:3]]
-    assert moe_cpu.moe_experts(*none, *given[3:]).shape == (0, 24)
+    assert moe_experts_alone(*none, *given[3:]).shape == (0, 24)
 
 
 def sublayers(dtype):
@@ -73,13 +73,13 @@ def residual(tokens, dtype=torch.float64):
 def test_a_block_and_a_mix_equal_their_laws():
     sources, qw = residual(9)
     layers, seen = sublayers(torch.float64), []
-    got = attnres_cpu.block(sources, layers, qw, 1e-5)[1]
+    got = two_phase.block_alone(sources, layers, qw, 1e-5)[1]
     torch.testing.assert_close(got, attnres_naive.block(sources, layers, qw, 1e-5)[1], atol=EXACT, rtol=0)
-    mixes = attnres_cpu.phase1(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)
+    mixes = two_phase.phase1_alone(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)
     torch.testing.assert_close(*mixes, atol=EXACT, rtol=0)
     # A probe sees the sources and the sum in front of every sub-layer, and changes nothing.
     watch = lambda index, before, partial: seen.append((index, len(before), partial is None))
-    watched = attnres_cpu.block(sources, layers, qw, 1e-5, watch)[1]
+    watched = two_phase.block_alone(sources, layers, qw, 1e-5, watch)[1]
     torch.testing.assert_close(watched, got, atol=EXACT, rtol=0)
     assert seen == [(0, 3, True), (1, 3, False), (2, 3, False)]
 
@@ -88,10 +88,10 @@ def test_a_block_and_a_mix_equal_their_laws():
 def test_a_tokens_bits_do_not_depend_on_the_others(rows):
     x, ids, weights, up, down = experts(40, torch.float32)
     # A product of fewer rows sums in another order, unless its form forbids that.
-    whole = moe_cpu.moe_experts(x, ids, weights, up, down)
-    assert torch.equal(moe_cpu.moe_experts(x[:rows], ids[:rows], weights[:rows], up, down), whole[:rows])
+    whole = moe_experts_alone(x, ids, weights, up, down)
+    assert torch.equal(moe_experts_alone(x[:rows], ids[:rows], weights[:rows], up, down), whole[:rows])
     sources, qw = residual(40, torch.float32)
     layers = sublayers(torch.float32)
-    whole = attnres_cpu.block(sources, layers, qw, 1e-5)[1]
-    some = attnres_cpu.block([source[:rows] for source in sources], layers, qw, 1e-5)[1]
+    whole = two_phase.block_alone(sources, layers, qw, 1e-5)[1]
+    some = two_phase.block_alone([source[:rows] for source in sources], layers, qw, 1e-5)[1]
     assert torch.equal(some, whole[:rows])

@@ -5,7 +5,7 @@ import torch
 from cases import refused
 
 from earlyfusion.kernels.cpu import build
-from earlyfusion.kernels.cpu.sampling import sample
+from earlyfusion.kernels.cpu.program import sample
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")

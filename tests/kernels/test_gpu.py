@@ -8,7 +8,6 @@ import torch
 from cases import randn as draw
 from kda_cases import call, halves, inputs, results
 
-from earlyfusion.kernels.attention import decode
 from earlyfusion.kernels.attention import naive as attention_naive
 from earlyfusion.kernels.dispatch import REGISTRY, load, resolve
 from earlyfusion.kernels.kda import naive as kda_naive
@@ -175,7 +174,7 @@ def test_decode_inside_a_cuda_graph():
     table = torch.randperm(B * most, device=device()).int().view(B, most)
     lengths = torch.tensor([1, 64, 65, 1500, 2560], dtype=torch.int32, device=device())
     op = resolve("mla_decode", device())
-    want = decode.mla_decode(query.double(), pages.double(), table, lengths, rank, R**-0.5)
+    want = attention_naive.mla_decode(query.double(), pages.double(), table, lengths, rank, R**-0.5)
     op(query, pages, table, lengths, rank, R**-0.5)
     # Nothing of the step may ask the host.
     graph = torch.cuda.CUDAGraph()

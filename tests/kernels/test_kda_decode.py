@@ -40,6 +40,14 @@ class Layer:
     def cache(self, slots):
         return DecodeCache.new(slots, 1, 2, K, V, dtype=torch.float32)
 
+    @staticmethod
+    def fill(cache, slots, state, taps, lengths):
+        """Prefilled sequences of at least as many tokens as a ring has rows, less one."""
+        rows = cache.x_SRC.shape[1]
+        cache.state_SGVK[slots] = state.float().transpose(2, 3)
+        for slot, given, length in zip(slots, taps.float(), lengths):
+            cache.x_SRC[slot, [(length - rows + 1 + i) % rows for i in range(rows - 1)]] = given.T
+
     def new(self, cache, slots, position):
         """decode() of the next token of every sequence, -1 slots getting the first sequence's inputs."""
         take = lambda parts: torch.stack([parts[max(i, 0)][p] for i, p in enumerate(position)])
@@ -58,7 +66,7 @@ def test_prefill_then_decode_equals_the_whole(lower_bound):
     cache = layer.cache(slots=4)
     slots = [3, 1]
     # What the engine does when a prompt has been read.
-    cache.fill(slots, state.float(), taps.float(), prefilled)
+    layer.fill(cache, slots, state, taps, prefilled)
     # Slots of other sequences lie between those that are advanced.
     untouched = cache.state_SGVK[[0, 2]].clone()
     for t in range(5):
@@ -76,7 +84,7 @@ def test_padded_sequences_touch_nothing(padding):
     layer = Layer((8, 8), seed=5)
     _, state, taps = layer.run((4, 4))
     cache = layer.cache(slots=2)
-    cache.fill([0, 1], state.float(), taps.float(), (4, 4))
+    layer.fill(cache, [0, 1], state, taps, (4, 4))
     before = [x.clone() for x in (cache.state_SGVK, cache.x_SRC)]
     o = layer.new(cache, [1, padding], [4, 4])
     after = (cache.state_SGVK, cache.x_SRC)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from kda_cases import REGIMES, call, cast, gate_inputs, inputs
 
-from earlyfusion.kernels.kda import gate as gate_form
 from earlyfusion.kernels.kda import naive
 
 # Both sides run the same recurrence in float32, outputs of order 1.
@@ -38,7 +37,7 @@ def per_document(tensors, segments, lower_bound, op, expand):
     if expand:
         # transformers has as many query heads as value heads.
         q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-    g = gate_form.log_decay(f, A_log, dt_bias, lower_bound)
+    g = naive.log_decay(f, A_log, dt_bias, lower_bound)
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
         q1, k1, v1, g1, b1 = (x[None, start : start + length] for x in (q, k, v, g, b.sigmoid()))
@@ -91,7 +90,7 @@ def test_both_gates_match_fla(regime):
         expected = fla_gate.naive_kda_gate(f, A_log, dt_bias.flatten())
     else:
         expected = fla_gate.naive_kda_lowerbound_gate(f, A_log, dt_bias.flatten(), lower_bound=bound)
-    torch.testing.assert_close(gate_form.log_decay(f, A_log, dt_bias, bound), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(naive.log_decay(f, A_log, dt_bias, bound), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -99,10 +98,10 @@ def test_both_gates_match_fla(regime):
 def test_closed_form_gate_gradients_match_autograd(regime, seed):
     f, A_log, dt_bias, bound = gate_inputs(regime, 33, 3, 8, torch.Generator().manual_seed(seed))
     tensors = [x.double().requires_grad_() for x in (f, A_log, dt_bias)]
-    g = gate_form.log_decay(*tensors, bound)
+    g = naive.log_decay(*tensors, bound)
     dg = torch.randn(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     expected = torch.autograd.grad(g, tensors, dg)
-    found = gate_form.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
+    found = naive.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
     for ours, law in zip(found, expected):
         # softplus is linear beyond 20 in torch (2e-9 off); s (1 - s) of a
         # saturated sigmoid is rounding noise on both sides
@@ -111,7 +110,7 @@ def test_closed_form_gate_gradients_match_autograd(regime, seed):
 
 def test_a_saturated_bounded_gate_with_a_huge_rate_has_finite_gradients():
     f, A_log, dt_bias = torch.tensor([[[40.0, -40.0, 0.0]]]), torch.tensor([30.0]), torch.zeros(1, 3)
-    g = gate_form.log_decay(f, A_log, dt_bias, -5.0)
-    gradients = gate_form.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
+    g = naive.log_decay(f, A_log, dt_bias, -5.0)
+    gradients = naive.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert gradients[0][0, 0, :2].tolist() == [0.0, 0.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kda_cases import cast, halves, inputs
 
-from earlyfusion.kernels.kda import naive, step
+from earlyfusion.kernels.kda import decode, naive
 
 # Float64 on both sides; float32 against float64 over one token.
 EXACT, FP32 = 1e-12, 3e-6
@@ -23,15 +23,15 @@ def test_one_step_matches_the_definition(regime, group, seed):
     tensors, bound = batch(5, regime, seed, group=group, key_dim=16, value_dim=7)
     before = tensors[7].clone()
     law = naive.kda_step(*tensors, lower_bound=bound)
-    single = step.kda_step(*cast(tensors, torch.float32), lower_bound=bound)
-    for ours, rounded, want in zip(step.kda_step(*tensors, lower_bound=bound), single, law):
+    single = decode.kda_step(*cast(tensors, torch.float32), lower_bound=bound)
+    for ours, rounded, want in zip(decode.kda_step(*tensors, lower_bound=bound), single, law):
         torch.testing.assert_close(ours, want, rtol=0, atol=EXACT)
         assert rounded.dtype == torch.float32
         torch.testing.assert_close(rounded.double(), want, rtol=FP32, atol=FP32)
     assert torch.equal(tensors[7], before), "the caller's state must stay as it was"
 
 
-@pytest.mark.parametrize("op", [naive.kda_step, step.kda_step])
+@pytest.mark.parametrize("op", [naive.kda_step, decode.kda_step])
 def test_neither_half_precision_nor_autocast_touches_the_state(op):
     tensors, bound = batch(3, "bounded", 1, key_dim=16)
     half = halves(tensors)

@@ -5,13 +5,13 @@ import pytest
 import torch
 from cases import Form, forms, needs_interpreter, poisoned_empties, randn, relative_error
 
-from earlyfusion.kernels.attention import decode, rope, tiles
+from earlyfusion.kernels.attention import naive, tiles, varlen
 from earlyfusion.kernels.attention.triton import decode as triton_decode
 from earlyfusion.kernels.attention.triton import rope as triton_rope
 
 ROPE = forms(
-    torch=Form(rope.qkv_rope, torch.float32, 2e-6),
-    torch16=Form(rope.qkv_rope, torch.float16, 2e-3),
+    torch=Form(varlen.qkv_rope, torch.float32, 2e-6),
+    torch16=Form(varlen.qkv_rope, torch.float16, 2e-3),
     triton=Form(triton_rope.qkv_rope, torch.float32, 2e-6),
     triton16=Form(triton_rope.qkv_rope, torch.float16, 2e-3),
 )
@@ -28,7 +28,7 @@ def test_split_and_turn_equal_the_definition(form, T, H, D):
     run = lambda op, x: op(x, turns(T, D))
     for seed in (0, 10):
         got = form.compare(
-            run, rope.qkv_rope_naive, [randn(T, 3, H, D, seed=seed)], randn(3, T, H, D, seed=seed + 1)
+            run, naive.qkv_rope, [randn(T, 3, H, D, seed=seed)], randn(3, T, H, D, seed=seed + 1)
         )
         assert all(x.dtype == form.dtype for x in got)
 
@@ -69,7 +69,7 @@ def test_paged_decode_equals_attention_over_the_gathered_rows(form, H, R, rank):
         query, pages, table, lengths = cache([37, 1, 100, 8], H, R, 8, form.dtype, seed)
         with poisoned_empties():
             mixed = form.op(query, pages, table, lengths, rank, 0.2)
-        wide = decode.mla_decode(query.double(), pages.double(), table, lengths, rank, 0.2)
+        wide = naive.mla_decode(query.double(), pages.double(), table, lengths, rank, 0.2)
         assert relative_error(mixed, wide) < form.error
         # And the definition itself against a softmax by hand.
         for b, length in enumerate(lengths.tolist()):

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.segments import Segments
 
 ROWS = [(), (1,), (7,), (1, 1, 1), (3, 1, 40, 2), (5, 300, 1)]
 
@@ -60,9 +60,3 @@ def test_a_plan_built_during_inference_can_be_used_in_training():
 def test_bad_lengths_are_refused_with_the_document_named(lengths, error):
     with pytest.raises(error, match=f"document {len(lengths) - 1}"):
         Segments(lengths)
-
-
-def test_a_row_of_the_wrong_length_is_refused():
-    check_packed("x", torch.zeros(5, 2), Segments((3, 2)))
-    with pytest.raises(ValueError, match="got 6 tokens"):
-        check_packed("x", torch.zeros(6, 2), Segments((3, 2)))

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from earlyfusion.kernels.attention import decode
+from earlyfusion.kernels.attention import naive
 from earlyfusion.kernels.attention.triton.flash import (
     LN2,
     LOG2E,
@@ -30,7 +30,7 @@ from earlyfusion.kernels.attention.triton.flash import (
     store_halves,
     zero_halves,
 )
-from earlyfusion.kernels.checks import INTEGERS, check_tensors
+from earlyfusion.kernels.checks import INTEGERS, check_decode, check_tensors
 from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 
 HEADS, KEYS = 16, 32
@@ -114,15 +114,15 @@ def shares(batch: int, head_tiles: int, most_tokens: int, device: torch.device) 
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
 ) -> Tensor:
-    """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. A page number outside the pages is not
+    """See :func:`earlyfusion.kernels.attention.naive.mla_decode`. A page number outside the pages is not
     read.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts do not fit, or a latent row is wider than 1024.
     """
-    decode.check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
+    check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
     if not query_BHR.numel():
-        return decode.mla_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank, scale)
+        return naive.mla_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank, scale)
     device = query_BHR.device
     check_tensors("mla_decode", query_BHR, query_BHR=query_BHR, pages_PSR=pages_PSR)
     check_tensors("mla_decode", query_BHR, INTEGERS, table_BN=table_BN, lengths_B=lengths_B)

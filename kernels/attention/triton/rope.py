@@ -128,7 +128,7 @@ class _QkvRope(torch.autograd.Function):
 
 def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(q_THD, k_THD, v_THD)``, the last a view of qkv; see
-    :func:`earlyfusion.kernels.attention.rope.qkv_rope`.
+    :func:`earlyfusion.kernels.attention.varlen.qkv_rope`.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts do not fit.
