@@ -29,8 +29,7 @@ from torch import Tensor
 from earlyfusion.kernels.attention.tiles import FIRST_TILE, tiles
 from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CachePlan, KdaSlots, Past
-from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.cache import CachePlan, KdaSlots, Past, Pools
 from earlyfusion.model.engine.cpu import CompiledDecoder, TokenRows, can_compile
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.scheduler import Part

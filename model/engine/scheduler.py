@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from earlyfusion.model.engine.cache import Pools, PrefixCache
+from earlyfusion.model.cache import Pools, PrefixCache
 from earlyfusion.model.engine.requests import Completion, Event, FinishReason, RequestError, Token
 from earlyfusion.model.engine.state import RequestState, Sample
 
