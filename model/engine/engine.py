@@ -39,14 +39,13 @@ from earlyfusion.model.engine.requests import (
     Score,
     ScoreRequest,
 )
-from earlyfusion.model.engine.runner import Runner, exact_rows
-from earlyfusion.model.engine.scheduler import Part, Scheduler
-from earlyfusion.model.engine.state import (
-    TOGETHER,
+from earlyfusion.model.engine.runner import ImageMemory, Runner
+from earlyfusion.model.engine.scheduler import (
     WRITTEN,
-    ImageMemory,
+    Part,
     RequestState,
     Sample,
+    Scheduler,
     new_state,
     token_rules,
 )
@@ -103,7 +102,7 @@ class Engine:
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
-        self.images = ImageMemory(model, image_cache, 0 if exact_rows(model.device) else TOGETHER)
+        self.images = ImageMemory(model, image_cache)
 
     # ---- requests
 

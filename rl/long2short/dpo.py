@@ -26,7 +26,7 @@ from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json
-from earlyfusion.model.engine.state import token_rules
+from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, latest
