@@ -24,8 +24,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.vision.balance import Route
-from earlyfusion.vision.encoder import Projector, build_tower, zero_anchor
-from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.encoder import Projector, VisionGrid, build_tower, zero_anchor
 from earlyfusion.vision.patches import Grid
 
 

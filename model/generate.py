@@ -114,5 +114,4 @@ def engine_for(
         # Whole prompts at once: nobody waits for the first token here.
         prefill_chunk=2048,
         max_waiting=len(prompts),
-        image_cache=max(1, sum(len(prompt.grids) for prompt in prompts)),
     )

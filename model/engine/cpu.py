@@ -30,9 +30,8 @@ from torch import Tensor
 from earlyfusion.kernels.cpu import program as cpp
 from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.kda.naive import L2_EPS
-from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
+from earlyfusion.model.cache import KdaSlots, MlaPages, Pools, RingSlots
 from earlyfusion.model.decoder import Decoder, Mix
-from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.scheduler import Part
 from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.layers import RMSNorm, SwiGLU

@@ -14,6 +14,7 @@ Given answers are judged without sampling:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.attention.tiles import FIRST_TILE
-from earlyfusion.model.engine.cache import Pools, PrefixCache
+from earlyfusion.model.cache import Pools, PrefixCache
 from earlyfusion.model.engine.requests import (
     Completion,
     EngineFull,
@@ -34,18 +35,17 @@ from earlyfusion.model.engine.requests import (
     PausedSample,
     Request,
     RequestError,
+    SamplingParams,
     Score,
     ScoreRequest,
 )
-from earlyfusion.model.engine.runner import Runner, exact_rows
-from earlyfusion.model.engine.scheduler import Part, Scheduler
-from earlyfusion.model.engine.score import Scorer
-from earlyfusion.model.engine.state import (
-    TOGETHER,
+from earlyfusion.model.engine.runner import ImageMemory, Runner
+from earlyfusion.model.engine.scheduler import (
     WRITTEN,
-    ImageMemory,
+    Part,
     RequestState,
     Sample,
+    Scheduler,
     new_state,
     token_rules,
 )
@@ -56,6 +56,11 @@ TakeRouting = Callable[[], Tensor]
 """Of `recording_routing`: experts [T, L, J] chosen since the last call."""
 RUN_AHEAD = 16
 """Tokens that a sample may get on the device before the host looks at them."""
+
+ROWS_AT_ONCE = 1024
+"""Rows whose logits over the vocabulary are held at once."""
+Judged = tuple[Score, list[int]]
+"""A continuation and what becomes known of it."""
 
 
 class Engine:
@@ -97,7 +102,7 @@ class Engine:
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
-        self.images = ImageMemory(model, image_cache, 0 if exact_rows(model.device) else TOGETHER)
+        self.images = ImageMemory(model, image_cache)
 
     # ---- requests
 
@@ -212,9 +217,8 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("score() needs an idle engine: other requests are unfinished")
-        scorer = Scorer(self.scheduler, self.runner, self.rules, self._begin, states, banned_ids)
         with self._inference():
-            return scorer.score(requests)
+            return Scorer(self, states, banned_ids).score(requests)
 
     # ---- one step
 
@@ -222,7 +226,7 @@ class Engine:
         """Advance everything by one forward pass of each kind; what became known, in no particular order."""
         scheduler = self.scheduler
         with self._inference():
-            self._begin()
+            self.begin()
             samples = scheduler.running + scheduler.reading
             capture = any(sample.parent.request.capture_routing for sample in samples)
             with recording_routing(self.model) if capture else nullcontext() as take:
@@ -259,7 +263,7 @@ class Engine:
         finally:
             self.model.train(was_training)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Give slots to what waits: encode pictures, seat the samples whose state was put back."""
         states = self.scheduler.admit()
         self.images.attach(states)
@@ -409,3 +413,133 @@ class Engine:
         stats = self.scheduler.stats()
         stats.update(images_encoded=self.images.encoded, image_hits=self.images.hits)
         return stats
+
+
+# ---- given continuations
+
+
+class Scorer:
+    """One call of `Engine.score`; see there.
+
+    It takes the ways of generation: a prompt is read in chunks into a slot and pages, and forked for each of
+    its continuations, which are read in turn, like a sample that comes back with tokens it had already. Only
+    where a token is to be judged are hidden states turned into logits. A beginning that requests share is
+    left in the prefix cache by the first of them; chunk borders depend on the request alone, and so do its
+    results.
+
+    Shapes: R judged rows, D hidden, V vocabulary, K judged tokens.
+    """
+
+    def __init__(self, engine: Engine, keep_states: bool, banned_ids: Sequence[int]) -> None:
+        self.engine, self.keep_states, self.scheduler = engine, keep_states, engine.scheduler
+        self.banned = torch.tensor(sorted(banned_ids), dtype=torch.long, device=engine.model.device)
+        # Of every request on its way: what it judges, those first that its samples read on with.
+        self.judged: dict[RequestState, list[Judged]] = {}
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[Score]]:
+        scores: list[list[Score]] = []
+        groups: dict[bytes, list[RequestState]] = defaultdict(list)
+        for number, request in enumerate(requests):
+            scores.append([Score() for _ in request.continuations])
+            for state in self._states(f"score {number}", request, scores[-1]):
+                self.scheduler.check(state)
+                # By the beginning they share; "" where there is none.
+                groups[state.key_ids[: sum(state.borders)].tobytes()].append(state)
+
+        # The first of a group leaves the common beginning behind; as many groups at once as can be kept.
+        self._run(groups.pop(b"", []))
+        sharing, most = list(groups.values()), max(1, self.scheduler.prefix.limit)
+        for start in range(0, len(sharing), most):
+            some = sharing[start : start + most]
+            self._run([group[0] for group in some])
+            self._run([state for group in some for state in group[1:]])
+        return scores
+
+    def _states(self, name: str, request: ScoreRequest, scores: list[Score]) -> Iterator[RequestState]:
+        """The request as states: several where more continuations are to be read than there are slots."""
+        judged = [(score, [int(id) for id in ids]) for score, ids in zip(scores, request.continuations)]
+        known = self.engine.model.config.text.vocab_size
+        for _, ids in judged:
+            if ids and not 0 <= min(ids) <= max(ids) < known:
+                raise RequestError(
+                    f"{name}: continuation ids must lie in 0..{known - 1}, got {min(ids)}..{max(ids)}"
+                )
+
+        # A continuation of one token needs nothing but the state at the prompt's end.
+        longer = [(score, ids) for score, ids in judged if len(ids) > 1]
+        single = [(score, ids) for score, ids in judged if len(ids) == 1]
+        most, size = self.scheduler.max_slots, self.scheduler.pools.page_size
+        for start in range(0, max(1, len(longer)), most):
+            read = longer[start : start + most]
+            # Pages are promised for the longest of them; the prompt's are shared.
+            longest = max((len(ids) - 1 for _, ids in read), default=0)
+            params = SamplingParams(longest, n=max(1, len(read)))
+            state = new_state(Request(f"{name}, {start}", request.prompt, params), self.engine.rules)
+            for sample, (_, ids) in zip(state.samples, read):
+                sample.ids = ids[:-1]  # the last token is judged, never read
+            self.judged[state], single = read + single, []
+
+            # A hit of any other length would move the chunk borders, and with them the last bits.
+            shared = min(request.shared, len(state.ids) - 1) // size * size
+            state.hits = range(0)
+            if shared > 0 and self.scheduler.prefix.limit:
+                state.borders, state.hits = [shared], range(shared, shared + 1)
+            yield state
+
+    def _run(self, states: list[RequestState]) -> None:
+        """Read all of them; longest first, so that those of a pass have about the same length."""
+        scheduler = self.scheduler
+        scheduler.waiting.extend(sorted(states, key=lambda each: sum(each.borders) - each.longest))
+        try:
+            while scheduler.waiting or scheduler.reading:
+                self.engine.begin()
+                self._read(scheduler.next_parts())
+        finally:  # an interrupt leaves an idle engine behind
+            for state in states:
+                scheduler.withdraw(state)
+
+    def _read(self, parts: list[Part]) -> None:
+        """One pass: read the parts, judge what they choose, release the samples they complete."""
+        # Rows of other positions are computed for the state alone and never projected to the vocabulary.
+        rows: list[int] = []
+        tokens: list[tuple[int, Score, int]] = []  # place in `rows`, whose token, the token
+        offset = 0
+        for part in parts:
+            self.scheduler.make_room(part.sample, part.stop)
+            state = part.sample.parent
+            last = len(state.ids) - 1
+            for position in range(max(part.start, last), part.stop):
+                # The prompt's end chooses first tokens for all; later ones belong to the sample's own.
+                judged, at = self.judged[state], position - last
+                for score, ids in judged if at == 0 else [judged[part.sample.index]]:
+                    tokens.append((len(rows), score, ids[at]))
+                rows.append(offset + position - part.start)
+            offset += part.stop - part.start
+
+        self._judge(self.engine.runner.read(parts, rows), tokens)
+        for part in parts:
+            for sample in self.scheduler.advance(part):
+                self.scheduler.release(sample)
+
+    def _judge(self, hidden_RD: Tensor, tokens: list[tuple[int, Score, int]]) -> None:
+        """Log-probability of every token under the logits of its row, some rows at a time."""
+        numbers = torch.tensor([(row, token) for row, _, token in tokens], device=hidden_RD.device)
+        rows_K, ids_K = numbers.view(-1, 2).long().T
+        logprobs, likeliest = [], []
+        for first in range(0, len(hidden_RD), ROWS_AT_ONCE):
+            logits_RV = self.engine.runner.logits(hidden_RD[first : first + ROWS_AT_ONCE]).float()
+            here = (rows_K >= first) & (rows_K < first + ROWS_AT_ONCE)
+            at, ids = rows_K[here] - first, ids_K[here]
+            logprobs += logits_RV.log_softmax(-1)[at, ids].tolist()
+            best_R = logits_RV.index_fill(1, self.banned, float("-inf")).argmax(-1)
+            likeliest += (best_R[at] == ids).tolist()
+
+        # Of every continuation the rows of this pass, joined once.
+        rows: dict[Score, list[int]] = defaultdict(list)
+        for (row, score, _), logprob, best in zip(tokens, logprobs, likeliest):
+            score.logprobs.append(logprob)
+            score.likeliest.append(best)
+            rows[score].append(row)
+        for score, places in rows.items() if self.keep_states else ():
+            before = hidden_RD[:0] if score.states is None else score.states
+            score.states = torch.cat([before, hidden_RD[places]])

@@ -39,11 +39,10 @@ class RequestError(UserError, ValueError):
 
 
 class EngineFull(RuntimeError):
-    """The waiting line is full; try again later. `waiting` is its bound."""
+    """The waiting line is full; try again later. waiting: its bound."""
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"the engine already has {waiting} requests waiting (max_waiting); try again later")
-        self.waiting = waiting
 
 
 class Prompt(Protocol):

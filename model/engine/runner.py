@@ -18,6 +18,7 @@ positions, W queries per sequence.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,15 +30,16 @@ from torch import Tensor
 from earlyfusion.kernels.attention.tiles import FIRST_TILE, tiles
 from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CachePlan, KdaSlots, Past
-from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.cache import CachePlan, KdaSlots, Past, Pools
 from earlyfusion.model.engine.cpu import CompiledDecoder, TokenRows, can_compile
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
-from earlyfusion.model.engine.scheduler import Part
-from earlyfusion.model.engine.state import STOPS, Sample
+from earlyfusion.model.engine.scheduler import STOPS, Part, Picture, RequestState, Sample
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers
+from earlyfusion.vision.patches import num_tokens
 
+TOGETHER = 65_536
+"""Patches in one pass of the tower on a GPU, but for a picture that has more."""
 NO_STOP = -1
 """An id that no token has."""
 ROWS = 8
@@ -334,6 +336,63 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
         past=packed,
     )
     return Segments(tuple(lengths)), plan
+
+
+# ---- pictures
+
+
+class ImageMemory:
+    """Features [M, D] of at most `limit` pictures by their digest. `encoded` and `hits` count its work.
+
+    together: patches in one pass of the tower. 0 where results are exact: every picture by itself, so that its
+    features do not depend on what else is asked at the time; on a GPU, where a tower over small pictures is all launches, those of
+    all new requests go together.
+    """
+
+    def __init__(self, model: NativeFusion, limit: int) -> None:
+        self.model, self.limit = model, limit
+        self.together = 0 if exact_rows(model.device) else TOGETHER
+        self.encoded = self.hits = 0
+        self.features: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    @torch.no_grad()
+    def attach(self, states: Sequence[RequestState]) -> None:
+        """Give features to requests that have pictures still to be read."""
+        # A resumed answer has read its pictures; encoding them again would be work for nobody.
+        wanted, waiting = [], []
+        for state in states:
+            last = max(state.media_positions, default=-1)
+            if any(sample.slot and sample.length <= last for sample in state.alive):
+                waiting.append(state)
+                wanted += state.pictures
+        missing = {each.digest: each for each in wanted if each.digest not in self.features}
+        self.encoded += len(missing)
+        self.hits += len(wanted) - len(missing)
+
+        # A pass that is full goes first; a picture that is larger goes alone.
+        passes: list[list[Picture]] = []
+        room = 0
+        for each in missing.values():
+            if not passes or len(each.patches) > room:
+                passes.append([])
+                room = self.together
+            passes[-1].append(each)
+            room -= len(each.patches)
+        merge = self.model.config.vision.merge_kernel_size
+        for pictures in passes:
+            patches = torch.cat([each.patches for each in pictures])
+            grids = [each.grid for each in pictures]
+            found = self.model.encode_images(patches.to(self.model.device), grids)
+            parts = found.split([num_tokens(grid, merge) for grid in grids])
+            self.features |= {each.digest: part for each, part in zip(pictures, parts)}
+
+        # What was just used is kept longest.
+        for each in wanted:
+            self.features.move_to_end(each.digest)
+        for state in waiting:
+            state.features = torch.cat([self.features[each.digest] for each in state.pictures])
+        while len(self.features) > self.limit:
+            self.features.popitem(last=False)
 
 
 # ---- CUDA graphs

@@ -39,7 +39,7 @@ from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.state import token_rules
+from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, latest

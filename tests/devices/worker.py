@@ -106,8 +106,7 @@ def layers(folder):
 
     sys.path.insert(0, str(TESTS.parent))
     from earlyfusion.kernels.segments import Segments
-    from earlyfusion.model.cache import MlaPages, Past
-    from earlyfusion.model.engine.cache import Pools
+    from earlyfusion.model.cache import MlaPages, Past, Pools
     from earlyfusion.model.engine.runner import Part, prefill_plan
     from earlyfusion.model.mla import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text

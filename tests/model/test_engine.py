@@ -23,7 +23,7 @@ from fusion_cases import tiny_tokenizer
 
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
-from earlyfusion.model.engine.state import TextStream
+from earlyfusion.model.engine.scheduler import TextStream
 from earlyfusion.model.generate import generate
 
 

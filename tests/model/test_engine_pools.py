@@ -19,7 +19,7 @@ from engine_cases import (
 )
 
 from earlyfusion.kernels.attention.tiles import attend_in_tiles
-from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.cache import Pools
 from earlyfusion.model.engine.requests import Request, SamplingParams
 
 

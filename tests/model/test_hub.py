@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import folder as hub
-from earlyfusion.model.hub.card import model_card
 from earlyfusion.model.hub.config import ModelDirectoryError, load_config, model_folder, model_name
-from earlyfusion.model.hub.folder import load_model, public_tensors, save_model
+from earlyfusion.model.hub.folder import load_model, model_card, public_tensors, save_model
 
 FACTS = {
     "name": "nano",

@@ -16,7 +16,7 @@ from engine_cases import TOKENIZER
 from long2short_cases import REWARD, TASKS, call, lines, told, weights, words
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.engine.state import token_rules
+from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.long2short.dpo import DpoOptions, DpoRun

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.encoder import VisionGrid
 
 
 @pytest.fixture

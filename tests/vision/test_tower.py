@@ -12,12 +12,13 @@ from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.encoder import (
     Projector,
     TowerError,
+    VisionGrid,
     VisionTower,
     build_tower,
     import_tower,
+    resample_taps,
     zero_anchor,
 )
-from earlyfusion.vision.grid import VisionGrid, resample_taps
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
