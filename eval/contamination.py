@@ -101,24 +101,23 @@ def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     if not files:
         raise EvalError(f"--contamination {path}: no such path, or no text, json, parquet or tar file in it")
     for file in files:
-        for text in _file_texts(file):
-            yield file.name, text
-
-
-def _file_texts(file: Path) -> Iterator[str]:
-    if file.suffix == ".parquet":
-        for row in read_rows(file):
-            yield "\n".join(_strings(row))
-        return
-    opened: Any = gzip.open if file.suffix == ".gz" else open
-    if file.suffix == ".zst":
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
-        opened = zstandard.open
-    with opened(file, "rb") as raw:
-        yield from _texts(file.name.removesuffix(".gz").removesuffix(".zst"), raw)
+        if file.suffix == ".parquet":
+            for row in read_rows(file):
+                yield file.name, "\n".join(_strings(row))
+            continue
+        opened: Any = open
+        if file.suffix == ".gz":
+            opened = gzip.open
+        if file.suffix == ".zst":
+            try:
+                import zstandard
+            except ModuleNotFoundError:
+                raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
+            opened = zstandard.open
+        # The name inside decides how it is read, whatever packs it.
+        with opened(file, "rb") as raw:
+            for text in _texts(file.name.removesuffix(".gz").removesuffix(".zst"), raw):
+                yield file.name, text
 
 
 def _texts(name: str, raw: Any) -> Iterator[str]:

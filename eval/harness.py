@@ -103,7 +103,13 @@ def run_task(
         raise EvalError(
             f"task {task.name!r} has no question to ask, or two with one id; look at --data and --limit"
         )
-    settings = run_settings(model, task, limit)
+    # What a run is defined by; two runs with equal settings are the same measurement.
+    settings: Record = {"task": task.label, "version": task.version, "form": task.form}
+    settings |= {"limit": limit, "data_hash": task.data_hash(), "model": model.identity()}
+    for name, value in vars(task.options).items():
+        # Options left alone are not written: a new option does not part old runs from new ones.
+        if name not in ("data", "form") and value not in (None, {}):
+            settings[name] = value
     folder = out and out / task.label
     records = resume(folder, settings) if folder else {}
 
@@ -131,17 +137,6 @@ def run_task(
         write_json(folder / SUMMARY, summary)
         task.write_shown(folder, kept, summary)
     return summary
-
-
-def run_settings(model: Model, task: BaseTask, limit: int | None) -> Record:
-    """What a run is defined by; two runs with equal settings are the same measurement."""
-    settings: Record = {"task": task.label, "version": task.version, "form": task.form}
-    settings |= {"limit": limit, "data_hash": task.data_hash(), "model": model.identity()}
-    for name, value in vars(task.options).items():
-        # Options left alone are not written: a new option does not part old runs from new ones.
-        if name not in ("data", "form") and value not in (None, {}):
-            settings[name] = value
-    return settings
 
 
 # questions and answers

@@ -22,7 +22,7 @@ Legend: M scored tokens, D hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
@@ -65,13 +65,18 @@ class Entry(Protocol):
     """One kind of question: a task at a level of difficulty, in a form, perhaps with a thought or with
     tools."""
 
-    name: str
-    difficulty: int
-    form: Form
-    thought: bool
-    tools: bool
-    options: dict[str, Any]
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def difficulty(self) -> int: ...
+    @property
+    def form(self) -> Form: ...
+    @property
+    def thought(self) -> bool: ...
+    @property
+    def tools(self) -> bool: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
     @property
     def label(self) -> str: ...
 

@@ -120,8 +120,16 @@ class BaseTask:
         """Leave something to look at beside the records."""
 
     def data_hash(self) -> str:
-        """sha256 of the data file(s)."""
-        return file_hash(self.data_path())
+        """sha256 of the data file, or of the names and contents of a folder's files."""
+        path, digest = self.data_path(), hashlib.sha256()
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if not file.is_file():
+                continue
+            # Names count as well: the same pictures under other names are another data set.
+            if file != path:
+                digest.update(str(file.relative_to(path)).encode() + b"\0")
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
 
     # What it is given.
 
@@ -193,7 +201,10 @@ def build_task(
     # All files are imported first: a name is only unknown when nobody has said it.
     known = known_benchmarks()
     if name not in known:
-        raise EvalError(f"unknown task {name!r}; {did_you_mean(name, known)}")
+        raise EvalError(
+            f"unknown task {name!r}; {did_you_mean(name, known)}; tasks of lm-evaluation-harness are asked with"
+            " --harness lm-eval"
+        )
 
     # A form in the name, and a path for the task alone, go before those for all tasks.
     options = options or TaskOptions()
@@ -298,19 +309,6 @@ def data_files(path: Path, *names: str) -> list[Path]:
         if files:
             return files
     raise EvalError(f"{path}: no such file, or a folder that holds none of {', '.join(names)}")
-
-
-def file_hash(path: Path) -> str:
-    """sha256 of a file, or of the names and contents of a folder's files."""
-    digest = hashlib.sha256()
-    if path.is_file():
-        digest.update(path.read_bytes())
-        return digest.hexdigest()
-    # Names count as well: the same pictures under other names are another data set.
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
 
 
 def rows_hash(rows: Iterable[Record]) -> str:

@@ -90,20 +90,8 @@ def _generation(args: tuple[str, Record], number: int, seed: int) -> GenerateReq
     return GenerateRequest(context, int(longest), stop, temperature, float(options.get("top_p") or 1.0), own)
 
 
-def write_override(name: str, data: Mapping[str, Path], index: Record, folder: Path) -> str:
-    """The YAML of one task or group that has local data; -> the name to run.
-
-    data: the name of a task, of one of its groups or of a prefix of it ("mmlu_pro" for mmlu_pro_math) ->
-    file, or folder with <split>.jsonl / .json / .csv / .parquet. Tasks without data are run as installed.
-    Raises EvalError for a name the harness does not know.
-    """
-    if name not in index:
-        raise EvalError(f"--tasks {name}: lm-evaluation-harness has no such task")
-    fitting = [key for key in data if f"_{key}_" in f"_{name}_" or not key]
-    return _override(name, data[max(fitting, key=len)], index, folder) if fitting else name
-
-
 def _override(name: str, path: Path, index: Record, folder: Path) -> str:
+    """Write the YAML of a task or group that reads local data; -> the name to run."""
     import yaml
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -172,6 +160,8 @@ def evaluate(
 ) -> Record:
     """lm_eval.simple_evaluate on local data; `lm` is an lm_eval model (see lm_eval_model). limit is per task.
 
+    data: the name of a task, of one of its groups or of a prefix of it ("mmlu_pro" for mmlu_pro_math) ->
+    file, or folder with <split>.jsonl / .json / .csv / .parquet. Tasks without data are run as installed.
     Private benchmarks are refused: the harness keeps their text in dataset caches and logs.
     """
     lm_eval = require_lm_eval()
@@ -185,7 +175,15 @@ def evaluate(
 
     with offline(), tempfile.TemporaryDirectory(prefix="earlyfusion-tasks-") as folder:
         index = TaskManager().task_index
-        run = [write_override(name, data, index, Path(folder)) for name in names]
+        run = []
+        for name in names:
+            if name not in index:
+                raise EvalError(f"--tasks {name}: lm-evaluation-harness has no such task")
+            # The nearest of the data: the task's own, those of its group, those of all.
+            fitting = [key for key in data if f"_{key}_" in f"_{name}_" or not key]
+            if fitting:
+                name = _override(name, data[max(fitting, key=len)], index, Path(folder))
+            run.append(name)
         found = lm_eval.simple_evaluate(
             model=lm,
             tasks=run,

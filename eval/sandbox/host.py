@@ -245,7 +245,11 @@ class Sandbox:
                 for descriptor in (*writes, stop[0]):
                     os.close(descriptor)
             data, flooded = _collect(reads, limits, stopper.close)
-        status = _lines(data["status"])
+        # The supervisor's JSON objects, one a line; a last one may be torn where it was killed.
+        status: dict[str, Any] = {}
+        for line in data["status"].splitlines():
+            with contextlib.suppress(ValueError):
+                status |= json.loads(line)
         missing = status.get("missing")
         if missing and not self.allow_weaker:
             reasons = "; ".join(dict.fromkeys(missing.values()))
@@ -333,15 +337,6 @@ def _collect(
                     flooded = True
                     stop()
     return data, flooded
-
-
-def _lines(text: bytearray) -> dict[str, Any]:
-    """The supervisor's JSON objects, one a line, in one dict; a last one may be torn where it was killed."""
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            found |= json.loads(line)
-    return found
 
 
 def _told(text: bytearray, mark: str) -> tuple[dict[str, str], list[str]]:
