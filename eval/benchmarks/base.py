@@ -202,8 +202,8 @@ def build_task(
     known = known_benchmarks()
     if name not in known:
         raise EvalError(
-            f"unknown task {name!r}; {did_you_mean(name, known)}; tasks of lm-evaluation-harness are asked with"
-            " --harness lm-eval"
+            f"unknown task {name!r}; {did_you_mean(name, known)}; tasks of lm-evaluation-harness are"
+            " asked with --harness lm-eval"
         )
 
     # A form in the name, and a path for the task alone, go before those for all tasks.
