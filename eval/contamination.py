@@ -21,12 +21,12 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.eval.benchmarks.base import BaseTask, mean
 from earlyfusion.eval.harness import RECORDS, read_records
-from earlyfusion.eval.protocol import EvalError, Question, prompt_text
+from earlyfusion.eval.protocol import EvalError, Question, Record, prompt_text
 from earlyfusion.kernels.files import write_json
 
 NGRAM, SHORTEST = 13, 8
@@ -34,22 +34,13 @@ _WORD = re.compile(r"[^\W_]+")
 _READABLE = re.compile(r"\.(txt|md|html|py|jsonl|json|tar|parquet)(\.gz|\.zst)?$")
 
 
-class Overlap(NamedTuple):
-    """What was found. shares: question id -> share of its n-grams that stand in the training text (0 to 1).
-    hit: those above 0. too_short: ids of questions with fewer than SHORTEST words. words: of training text
-    read. files: name -> n-grams found in it."""
-
-    shares: dict[str, float]
-    hit: dict[str, float]
-    too_short: list[str]
-    words: int
-    files: Counter[str]
-
-
 def find_overlap(
-    questions: Sequence[Question], documents: Iterable[tuple[str, str]], n: int = NGRAM
-) -> Overlap:
-    """Compare questions with training documents (file name, text), which are read once.
+    questions: Sequence[Question], documents: Iterable[tuple[str, str]], n: int
+) -> tuple[dict[str, float], Record]:
+    """Compare questions with training documents (file name, text), which are read once. Returns, of every
+    question that is long enough, the share of its n-grams that stand in the training text (0 to 1), and how
+    much was looked at: too_short (questions with fewer than SHORTEST words), words_read, and how many n-grams
+    were found in each of the files that hold most.
 
     Raises EvalError for n below SHORTEST.
     """
@@ -57,7 +48,6 @@ def find_overlap(
         raise EvalError(f"--ngram {n}: give at least {SHORTEST} words; shorter runs occur everywhere")
 
     # The grams of every question, and all of one length together.
-    too_short: list[str] = []
     own: dict[str, set[str]] = {}
     sought: dict[int, set[str]] = defaultdict(set)
     for question in questions:
@@ -66,7 +56,6 @@ def find_overlap(
         text = row["question"] if row else prompt_text(question.prompt)
         words = _words(" ".join([text, *question.choices]))
         if len(words) < SHORTEST:
-            too_short.append(question.id)
             continue
         # A question shorter than n words would never be found with grams of n.
         length = min(n, len(words))
@@ -85,8 +74,12 @@ def find_overlap(
             found |= here
             files[name] += len(here)
     shares = {key: len(grams & found) / len(grams) for key, grams in own.items()}
-    hit = {key: round(share, 4) for key, share in shares.items() if share > 0}
-    return Overlap(shares, hit, too_short, read, files)
+    looked = {
+        "too_short": len(questions) - len(own),
+        "words_read": read,
+        "files": dict(files.most_common(50)),
+    }
+    return shares, looked
 
 
 def _words(text: str) -> list[str]:
@@ -108,24 +101,23 @@ def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     if not files:
         raise EvalError(f"--contamination {path}: no such path, or no text, json, parquet or tar file in it")
     for file in files:
-        for text in _file_texts(file):
-            yield file.name, text
-
-
-def _file_texts(file: Path) -> Iterator[str]:
-    if file.suffix == ".parquet":
-        for row in read_rows(file):
-            yield "\n".join(_strings(row))
-        return
-    opened: Any = gzip.open if file.suffix == ".gz" else open
-    if file.suffix == ".zst":
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
-        opened = zstandard.open
-    with opened(file, "rb") as raw:
-        yield from _texts(file.name.removesuffix(".gz").removesuffix(".zst"), raw)
+        if file.suffix == ".parquet":
+            for row in read_rows(file):
+                yield file.name, "\n".join(_strings(row))
+            continue
+        opened: Any = open
+        if file.suffix == ".gz":
+            opened = gzip.open
+        if file.suffix == ".zst":
+            try:
+                import zstandard
+            except ModuleNotFoundError:
+                raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
+            opened = zstandard.open
+        # The name inside decides how it is read, whatever packs it.
+        with opened(file, "rb") as raw:
+            for text in _texts(file.name.removesuffix(".gz").removesuffix(".zst"), raw):
+                yield file.name, text
 
 
 def _texts(name: str, raw: Any) -> Iterator[str]:
@@ -168,23 +160,19 @@ def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out
     for task in tasks:
         # The very questions that an evaluation with this limit asks.
         questions = list(task.questions(limit))
-        overlap = find_overlap(questions, training_texts(path), n)
-        result: dict[str, Any] = {
+        shares, looked = find_overlap(questions, training_texts(path), n)
+        hit = {key: round(share, 4) for key, share in shares.items() if share > 0}
+        result: Record = {
             "task": task.label,
             "data_hash": task.data_hash(),
             "training": str(path),
             "ngram": n,
-            "questions": len(questions),
-            "too_short": len(overlap.too_short),
-            "hit": len(overlap.hit),
-            "mostly_hit": sum(share > 0.5 for share in overlap.hit.values()),
-            "words_read": overlap.words,
-            "files": dict(overlap.files.most_common(50)),
-            "shares": overlap.hit,
         }
+        result |= {"questions": len(questions), "hit": len(hit), "shares": hit, **looked}
+        result["mostly_hit"] = sum(share > 0.5 for share in hit.values())
         print(
             f"{task.label}: {result['hit']} of {len(questions)} questions share a {n}-gram with {path}, "
-            f"{result['mostly_hit']} of them more than half of theirs; {overlap.words:,} words read, "
+            f"{result['mostly_hit']} of them more than half of theirs; {result['words_read']:,} words read, "
             f"{result['too_short']} questions too short to judge"
         )
         if out is None:
@@ -192,7 +180,7 @@ def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out
 
         # What an evaluation in the same folder scored without the questions that were seen.
         records = read_records(out / task.label / RECORDS).values()
-        clean = [record["score"] for record in records if record["id"] not in overlap.hit]
+        clean = [record["score"] for record in records if record["id"] not in hit]
         if clean:
             result["score"] = mean([record["score"] for record in records])
             result["clean_score"] = mean(clean)

@@ -7,12 +7,11 @@ ended.
     OUT/<label>/summary.json     the numbers (BaseTask.aggregate), the settings, seconds; written when all is
                                  answered
 
-Of private tasks no output is kept: a record holds its sha256 and length instead.
+Of private tasks no output is kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -83,7 +82,7 @@ def run_task(
     out: Path | None = None,
     progress: Callable[[int, int], object] = lambda done, every: None,
     chunk: int = 64,
-) -> dict[str, Any]:
+) -> Record:
     """Ask every question of the task (those not yet answered in `out`); returns the summary.
 
     limit: questions (None: all). progress is given (answered, all). chunk:
@@ -104,7 +103,13 @@ def run_task(
         raise EvalError(
             f"task {task.name!r} has no question to ask, or two with one id; look at --data and --limit"
         )
-    settings = run_settings(model, task, limit)
+    # What a run is defined by; two runs with equal settings are the same measurement.
+    settings: Record = {"task": task.label, "version": task.version, "form": task.form}
+    settings |= {"limit": limit, "data_hash": task.data_hash(), "model": model.identity()}
+    for name, value in vars(task.options).items():
+        # Options left alone are not written: a new option does not part old runs from new ones.
+        if name not in ("data", "form") and value not in (None, {}):
+            settings[name] = value
     folder = out and out / task.label
     records = resume(folder, settings) if folder else {}
 
@@ -125,9 +130,6 @@ def run_task(
     # The numbers, with everything that they were measured under.
     kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
-    # One digest of everything that was asked: two summaries with the same one are comparable.
-    hashes = "".join(sorted(record["prompt_hash"] for record in kept))
-    summary["prompts_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
     summary["refused"] = sum(record.get("finish") == "refused" for record in kept)
     if lines := explain(task, summary["metrics"], kept):
         summary["explained"] = lines
@@ -135,17 +137,6 @@ def run_task(
         write_json(folder / SUMMARY, summary)
         task.write_shown(folder, kept, summary)
     return summary
-
-
-def run_settings(model: Model, task: BaseTask, limit: int | None) -> dict[str, Any]:
-    """What a run is defined by; two runs with equal settings are the same measurement."""
-    settings: dict[str, Any] = {"task": task.label, "version": task.version, "form": task.form}
-    settings |= {"limit": limit, "data_hash": task.data_hash(), "model": model.identity()}
-    for name, value in vars(task.options).items():
-        # Options left alone are not written: a new option does not part old runs from new ones.
-        if name not in ("data", "form") and value not in (None, {}):
-            settings[name] = value
-    return settings
 
 
 # questions and answers
@@ -188,13 +179,9 @@ def answer(model: Model, task: BaseTask, asked: Sequence[Pending]) -> list[Recor
             # The first answer is the task's own, those behind it are controls.
             first = next(output for output in own if isinstance(output, Generation))
             record |= {"tokens": first.tokens, "finish": first.finish}
-            record["output"] = texts[0] if len(texts) == 1 else texts
-        if task.private and texts:
-            # A model may repeat the question in its answers.
-            text = "\0".join(texts)
-            record["output_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-            record["output_chars"] = len(text)
-            del record["output"]
+            # A model may repeat a private question in its answers.
+            if not task.private:
+                record["output"] = texts[0] if len(texts) == 1 else texts
         records.append(record | task.score(question, repeat, own))
     return records
 
@@ -215,7 +202,7 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
 # why a score is nothing
 
 
-def explain(task: BaseTask, metrics: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
+def explain(task: BaseTask, metrics: Record, records: Sequence[Record]) -> list[str]:
     """Lines for beneath the table: what the task itself has to say, and why a score is 0. Of private tasks no
     answer."""
     lines = task.explain(metrics)
@@ -244,7 +231,7 @@ def explain(task: BaseTask, metrics: Mapping[str, Any], records: Sequence[Record
 # files
 
 
-def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
+def resume(folder: Path, settings: Record) -> Records:
     """Records of an earlier, stopped run with the same settings (its limit may have been smaller). Raises
     EvalError for other settings."""
     path = folder / SETTINGS
@@ -312,7 +299,7 @@ def evaluate_in_memory(
     batch_tokens: int = 4096,
     chat: bool = False,
     progress: Callable[[int, int], object] = lambda done, every: None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Record]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
     tasks: "name", "name:form" or tasks. data: task name -> path. The model's mode is restored; nothing is

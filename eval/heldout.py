@@ -167,7 +167,11 @@ def heldout_batches(
             if most_tokens is not None and used and used + len(document) > most_tokens:
                 return
             used += len(document)
-            results.append(Loss(bytes=plain_bytes(sample)))
+            loss = Loss()
+            # Bytes are counted where all of them are paid for: in text that is learned throughout.
+            if all(isinstance(segment, Text) and segment.loss > 0 for segment in sample.segments):
+                loss.bytes = len(sample.text.encode("utf-8", "surrogatepass"))
+            results.append(loss)
             document = replace(document, source="", key=str(number))
             for start, stop in ranges:
                 yield document.piece(start, stop)
@@ -181,14 +185,6 @@ def heldout_batches(
         patch_size=model.config.vision.patch_size,
         length=room.length,
     )
-
-
-def plain_bytes(sample: Sample) -> int:
-    """UTF-8 bytes of a sample that is learned text throughout; 0 for any other, whose bytes are not all paid
-    for."""
-    if all(isinstance(segment, Text) and segment.loss > 0 for segment in sample.segments):
-        return len(sample.text.encode("utf-8", "surrogatepass"))
-    return 0
 
 
 def heldout_getters(source: Source, limit: int | None = None) -> Iterator[Getter]:

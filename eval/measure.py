@@ -1,7 +1,7 @@
 """What a model knows of held-out problems: greedy answers, probabilities, samples; the same problems for
 every model.
 
-    measured = measure(model, tokenizer, entries, problems=200, seed=7)
+    measured = ask(model, tokenizer, entries, problems=200, seed=7).measured()
     summary(measured)["counting/1/twin"]["accuracy"]                     # eval/measured.py
 
 The engine writes the answers and judges them and the targets; the hidden states it keeps give probabilities
@@ -307,22 +307,6 @@ class Asked:
         return part
 
 
-def check_counts(problems: int, samples: int, max_new_tokens: int, slots: int, temperature: float) -> None:
-    """DataError if one is out of range."""
-    if problems < 1 or samples < 0 or max_new_tokens < 1 or slots < 1 or not temperature > 0:
-        raise DataError(
-            f"problems={problems}, samples={samples}, max_new_tokens={max_new_tokens}, slots={slots},"
-            f" temperature={temperature}: expected at least 1, 0, 1, 1 and a temperature above 0"
-        )
-
-
-def measure(
-    model: NativeFusion, tokenizer: Tokenizer, entries: Sequence[Entry], **options: Any
-) -> list[Measured]:
-    """`ask` with these options, and the records at its temperature."""
-    return ask(model, tokenizer, entries, **options).measured(options.get("temperature", 1.0))
-
-
 def ask(
     model: NativeFusion,
     tokenizer: Tokenizer,
@@ -343,9 +327,8 @@ def ask(
     max_new_tokens: raised for an entry whose targets (or thoughts) would not fit. slots: answers written at a
     time. pictures: what is shown in the problem's place, one after the other for every entry with pictures;
     the labels of others than "true" end in it. share: (rank, world), one of world equal parts: questions
-    rank, rank + world, ... Raises DataError for counts below 1, TaskError as the tasks do.
+    rank, rank + world, ... Raises TaskError as the tasks do.
     """
-    check_counts(problems, samples, max_new_tokens, slots, temperature)
     if any(entry.tools for entry in entries):
         raise DataError("entries with tools need the sandbox; measure them with `earlyfusion measure`")
     questions: list[Question] = []
@@ -449,11 +432,6 @@ class Matched:
     entropy: float
     reached: bool
     measured: list[Measured]
-
-    @property
-    def p_target(self) -> float:
-        """Mean probability of the target at this temperature."""
-        return fmean(one.p_target for one in self.measured)
 
 
 def match_entropy(asked: Asked, target_entropy: float) -> Matched:

@@ -9,8 +9,8 @@ Model adapters: eval/models/base.py. What a task is: eval/benchmarks/base.py. Wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -18,10 +18,17 @@ import numpy as np
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, VideoFile
+from earlyfusion.data.sample import Image, Sample, Segment, Text
 
 Prompt: TypeAlias = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""
+UNHASHED = ("shared", "seed", "source", "key")
+"""What a request holds beside the question: a hint, the noise, and the names of a sample."""
+
+
+Record: TypeAlias = dict[str, Any]
+"""A JSON object: a line of a task's JSONL (id, repeat, category, seed, prompt_hash, output, extracted, score,
+tokens, and what else the task's `score` returned; one per question and repeat), settings, numbers."""
 
 
 class EvalError(DataError):
@@ -135,7 +142,7 @@ class Model(Protocol):
     # with the capability "loss" also: losses(requests:
     # Sequence[LossRequest]) -> list[heldout.Loss | BadSample]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Record:
         """What was evaluated: path or address, sha256 of the weights, dtype, parameters. JSON values only."""
         ...
 
@@ -153,12 +160,7 @@ class Question:
     target: Any
     category: str = ""
     choices: tuple[str, ...] = ()
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
-Record: TypeAlias = dict[str, Any]
-"""A line of a task's JSONL: id, repeat, category, seed, prompt_hash, output, extracted, score, tokens, and
-what else the task's `score` returned. One record per question and repeat."""
+    meta: Record = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class TaskOptions:
     temperature: float | None = None
     top_p: float | None = None
     max_new_tokens: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Record = field(default_factory=dict)
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -190,54 +192,35 @@ def prompt_hash(requests: Sequence[Request]) -> str:
     """sha256 (16 hexadecimal digits) over everything a model is shown and asked: texts, pictures, limits,
     sampling. Not over hints and seeds: those change no question."""
     digest = hashlib.sha256()
-    for request in requests:
-        prompt: Prompt = ""
-        if isinstance(request, RollingRequest):
-            asked = f"rolling\0{request.text}\0"
-        elif isinstance(request, LossRequest):
-            prompt = request.sample.segments
-            # What is learned decides what the loss is of.
-            weights = [getattr(part, "loss", None) for part in prompt]
-            digest.update(f"loss\0{request.length}\0{weights}\0".encode())
-            asked = ""
-        elif isinstance(request, GenerateRequest):
-            prompt = request.prompt
-            limits = (request.max_new_tokens, request.stop, float(request.temperature), float(request.top_p))
-            asked = f"\0generate\0{limits}\0"
-        else:
-            prompt, asked = request.context, f"\0score\0{request.continuation}\0"
-
-        for part in [Text(prompt)] if isinstance(prompt, str) else prompt:
-            _feed(digest, part)
-        digest.update(asked.encode())
+    _feed(digest, requests)
     return digest.hexdigest()[:16]
 
 
-def _feed(digest: Any, part: Segment) -> None:
-    if isinstance(part, Text):
-        digest.update(part.text.encode())
+def _feed(digest: Any, value: Any) -> None:
+    """Enter a request, a segment, or anything that they hold."""
+    if is_dataclass(value):
+        parts: list[Any] = [type(value).__name__]
+        for item in fields(value):
+            part = getattr(value, item.name)
+            if item.name == "frames":
+                part = [Image(frame) for frame in part]
+            # The bytes and not the path: a moved file asks the same question.
+            if item.name in ("image", "video") and isinstance(part, str | Path):
+                part = Path(part).read_bytes()
+            if item.name not in UNHASHED:
+                parts.append(part)
+        value = parts
+    if isinstance(value, list | tuple):
+        digest.update(f"[{len(value)}".encode())
+        for part in value:
+            _feed(digest, part)
         return
-    if not isinstance(part, Image | Video):
-        # Another kind of segment: its settings, and the bytes of its file.
-        held = {name: getattr(part, name) for name in part.__slots__}
-        file = _content(held.pop("video")) if isinstance(part, VideoFile) else b""
-        digest.update(f"\0{type(part).__name__}{held}\0".encode() + file)
-        return
 
-    # The kind and number first: a clip of one frame is not a picture.
-    pictures = [part.image] if isinstance(part, Image) else part.frames
-    digest.update(f"\0{type(part).__name__}{len(pictures)}\0".encode())
-    if isinstance(part, Video):
-        digest.update(np.asarray(part.timestamps, dtype=np.float64).tobytes())
-    for picture in pictures:
-        digest.update(_content(picture))
-
-
-def _content(media: Any) -> bytes:
-    """What tells one picture or file from another."""
-    if isinstance(media, PILImage.Image):
-        return f"{media.mode}{media.size}".encode() + media.tobytes()
-    if isinstance(media, np.ndarray):
-        return f"{media.dtype}{media.shape}".encode() + media.tobytes()
-    # The bytes and not the path: a moved file asks the same question.
-    return media if isinstance(media, bytes) else Path(media).read_bytes()
+    # Pixels with their size and kind: the same bytes may be another picture.
+    if isinstance(value, PILImage.Image):
+        value = f"{value.mode}{value.size}".encode() + value.tobytes()
+    elif isinstance(value, np.ndarray):
+        value = f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    # With its length, so that what ends one value never begins the next.
+    raw = value if isinstance(value, bytes) else repr(value).encode()
+    digest.update(f"{len(raw)}:".encode() + raw)

@@ -84,13 +84,13 @@ def interval(value: float, se: float, df: float, n: int) -> Estimate:
 def mean_estimate(values: ArrayLike) -> Estimate:
     """Mean of independent values, SE = sd / sqrt(n), n - 1 degrees of freedom. Raises ValueError for no
     values."""
-    x = _vector(values)
+    x = np.asarray(values)
     return clustered_estimate(x, range(len(x)))
 
 
 def clustered_estimate(values: ArrayLike, clusters: Sequence[Any]) -> Estimate:
     """Mean of values that depend on each other inside clusters, one label for every value."""
-    x = _vector(values)
+    x = np.asarray(values)
     # Residuals add up inside a cluster before they are squared: what moves together counts once.
     sums, _ = _cluster_sums(x - x.mean(), clusters)
     count = len(sums)
@@ -121,7 +121,7 @@ def bootstrap_interval(
     values: ArrayLike, clusters: Sequence[Any], *, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float, Array]:
     """(low, high, means of all draws) of the percentile bootstrap of the mean, clusters drawn whole."""
-    sums, sizes = _cluster_sums(_vector(values), clusters)
+    sums, sizes = _cluster_sums(np.asarray(values), clusters)
     if len(sums) < 2:
         return math.nan, math.nan, np.full(draws, sums.sum() / sizes.sum())
     # Sums and sizes of clusters stand for their values: a draw of clusters draws whole pairs.
@@ -144,7 +144,7 @@ def sign_flip_p(
     """Two-sided p of the sign-flip test of mean 0. Clusters whose sum is 0 take no part (flipping changes
     nothing)."""
     # Flipping a cluster flips its sum; nothing else of it matters.
-    x = _vector(values)
+    x = np.asarray(values)
     sums, _ = _cluster_sums(x, range(len(x)) if clusters is None else clusters)
     sums = sums[sums != 0]
     if len(sums) == 0:
@@ -170,7 +170,7 @@ def mcnemar(base: ArrayLike, treated: ArrayLike) -> dict[str, float] | None:
     """Questions only the treated model has right (won), only the base (lost), McNemar's exact and chi-square
     p values, and the discordance: the share of questions on which exactly one of the two is right. None when
     a score is neither 0 nor 1 (a mean over samples, an ANLS)."""
-    a, b = _vector(base), _vector(treated)
+    a, b = np.asarray(base), np.asarray(treated)
     if not np.isin([a, b], (0.0, 1.0)).all():
         return None
 
@@ -202,12 +202,12 @@ def smallest_delta_of_se(se: float, independent: int) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p values, in the order given; nan stays nan and does not count as a claim."""
     # The smallest p has to survive all claims, the next one all others, and so on.
-    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
-    adjusted, running = [math.nan] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        running = max(running, min(1.0, (len(order) - rank) * p_values[index]))
-        adjusted[index] = running
-    return adjusted
+    p = np.array(p_values, dtype=np.float64)
+    # NumPy sorts nan last, so the claims that count come first.
+    order = np.argsort(p, kind="stable")
+    left = np.sum(~np.isnan(p)) - np.arange(len(p))
+    p[order] = np.minimum(np.maximum.accumulate(left * p[order]), 1.0)
+    return p.tolist()
 
 
 # several seeds
@@ -230,7 +230,7 @@ def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) 
     paired: run i of both arms began from the same seed. One base run is a fixed starting point: only the
     treated seeds vary.
     """
-    a, b = _vector(base), _vector(treated)
+    a, b = np.asarray(base), np.asarray(treated)
     # Welch needs a scatter on both sides; one base run has none.
     if paired or len(a) == 1 or len(b) == 1:
         return mean_estimate(b - a)
@@ -252,10 +252,3 @@ def _cluster_sums(x: Array, clusters: Sequence[Any]) -> tuple[Array, Array]:
     codes = np.unique(np.asarray(clusters), return_inverse=True)[1]
     sums = np.bincount(codes, weights=x).astype(np.float64)
     return sums, np.bincount(codes).astype(np.float64)
-
-
-def _vector(values: ArrayLike) -> Array:
-    x = np.asarray(values, dtype=np.float64)
-    if x.ndim != 1 or len(x) == 0:
-        raise ValueError(f"values of shape {x.shape}: expected a list of at least one number")
-    return x

@@ -24,16 +24,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import ProgramResult, Sandbox
-from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import evaluating
+from earlyfusion.model.generate import engine_for, evaluating
 
 TOOL = "python"
 MAX_CALLS = 8
@@ -101,7 +100,8 @@ class Played:
     def marks(self) -> dict[str, bool]:
         """MEASURES of this talk."""
         first, last = self.said[0], self.said[-1]
-        called = self.formed and any(_runnable(call) for call in first.calls)
+        codes = [call.arguments.get("code") for call in first.calls if call.tool == TOOL]
+        called = self.formed and any(isinstance(code, str) for code in codes)
         # An answer of the tool, or a call for it, is no last word.
         answered = self.ended and last.role == "assistant" and not last.calls
         right = answered and last.text.strip() == self.talk.turns[0].answer
@@ -129,10 +129,6 @@ class Played:
             self.result = any(answer.text.splitlines()[-1:] == [expected] for answer in answers)
 
 
-def _runnable(call: ToolCall) -> bool:
-    return call.tool == TOOL and isinstance(call.arguments.get("code"), str)
-
-
 def play_talks(
     model: NativeFusion,
     tokenizer: Tokenizer,
@@ -152,9 +148,8 @@ def play_talks(
             if not active:
                 break
             prompts = [encode_chat(game.messages, tokenizer, model.config.vision) for game in active]
-            longest = max(map(len, prompts)) + max_new_tokens
             # Conversations grow by what programs print, so the memory is measured anew.
-            engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
+            engine = engine_for(model, tokenizer, prompts, max_new_tokens, slots)
             requests = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
             for game, done in zip(active, engine.generate(requests), strict=True):
                 game.take(parse_assistant(done.ids, tokenizer), sandbox, done.finish_reason == "stop")

@@ -26,7 +26,7 @@ from typing import Any
 
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tasks.problem import Problem
-from earlyfusion.eval.models.http import content_parts
+from earlyfusion.eval.models.tokens import content_parts
 from earlyfusion.rl.rewards import RewardError
 
 # Nobody controls the server: what it sends is bounded in size and time.

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import (
@@ -37,7 +37,6 @@ from earlyfusion.eval.measure import (
     Pictures,
     Question,
     ask,
-    check_counts,
     match_entropy,
     parse_pictures,
     questions_of,
@@ -123,7 +122,6 @@ def measure_tools(
     of the entries. rollout: its limits of turns, tokens and programs hold. The rest as in eval.measure.ask.
     Raises SandboxError where no sandbox can be started, DataError for numbers out of range."""
     limit = rollout.max_new_tokens
-    check_counts(problems, samples, limit, slots, temperature)
     # The same problems as without tools: `held_out` draws them by the entry alone.
     every: list[Question] = []
     for entry in entries:
@@ -231,20 +229,20 @@ class MeasureOptions(Options):
     """such as counting/1/twin: task/difficulty/form[/thought or /tools]"""
     recipe: str | None = None
     """measure what this reinforcement learning recipe measures"""
-    problems: int = 200
+    problems: PositiveInt = 200
     """held-out problems of each task"""
     seed: int = 12345
     """which problems"""
-    samples: int = 0
+    samples: NonNegativeInt = 0
     """sampled answers to each problem (pass@k)"""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """of samples and probabilities"""
     max_new_tokens: PositiveInt | None = None
     """longest answer, in tokens; if not given the recipe's, or 8, with tools 512"""
     pictures: str = "true"
     """what is shown, one after the other: true, grey, swapped (another problem's), none; tools keep the true
     one"""
-    slots: int = 128
+    slots: PositiveInt = 128
     """answers written at a time"""
     match_entropy: float | None = None
     """also at the temperature of this mean entropy, in nats"""

@@ -108,20 +108,28 @@ class BaseTask:
     def prepare(self, model: Model) -> None:
         """Called once before `questions`: a place to look at the model."""
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """Named numbers: at least those of `summarize`."""
         return summarize(records)
 
-    def explain(self, metrics: Mapping[str, Any]) -> list[str]:
+    def explain(self, metrics: Record) -> list[str]:
         """Lines for beneath the table."""
         return []
 
-    def write_shown(self, folder: Path, records: Sequence[Record], summary: Mapping[str, Any]) -> None:
+    def write_shown(self, folder: Path, records: Sequence[Record], summary: Record) -> None:
         """Leave something to look at beside the records."""
 
     def data_hash(self) -> str:
-        """sha256 of the data file(s)."""
-        return file_hash(self.data_path())
+        """sha256 of the data file, or of the names and contents of a folder's files."""
+        path, digest = self.data_path(), hashlib.sha256()
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if not file.is_file():
+                continue
+            # Names count as well: the same pictures under other names are another data set.
+            if file != path:
+                digest.update(str(file.relative_to(path)).encode() + b"\0")
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
 
     # What it is given.
 
@@ -163,9 +171,6 @@ class Benchmark(NamedTuple):
     text: str
 
 
-HARNESS_TASKS = ("blimp", "piqa", "bbh", "gsm8k")
-"""Text benchmarks that lm-evaluation-harness asks for us (eval/benchmarks/lm_eval.py)."""
-
 _KNOWN: dict[str, Benchmark] = {}
 
 
@@ -193,15 +198,13 @@ def build_task(
     """The task of "name" or "name:form", with its own path of `data` where there is one. Raises EvalError for
     an unknown name."""
     name, _, form = given.partition(":")
-    if name in HARNESS_TASKS:
-        raise EvalError(
-            f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
-            f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
-        )
     # All files are imported first: a name is only unknown when nobody has said it.
     known = known_benchmarks()
     if name not in known:
-        raise EvalError(f"unknown task {name!r}; {did_you_mean(name, known)}")
+        raise EvalError(
+            f"unknown task {name!r}; {did_you_mean(name, known)}; tasks of lm-evaluation-harness are"
+            " asked with --harness lm-eval"
+        )
 
     # A form in the name, and a path for the task alone, go before those for all tasks.
     options = options or TaskOptions()
@@ -212,7 +215,7 @@ def build_task(
 # numbers
 
 
-def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> dict[str, Any]:
+def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> Record:
     """Means over questions (of the mean over their repeats), with baselines and categories.
 
     Returns n (questions), samples (records), the mean of every one of `keys` that records have,
@@ -230,14 +233,18 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
         categories[str(group[0].get("category") or "")].append(_means(group, keys))
     questions = [question for part in categories.values() for question in part]
 
+    # sd / sqrt(n) over questions, which one alone does not have.
+    mean_error = None
+    if len(questions) > 1:
+        mean_error = stdev(question["score"] for question in questions) / math.sqrt(len(questions))
     # A baseline is said only where every record knows it.
     chances = [record.get("chance") for record in records]
     targets = [record.get("target") for record in records]
-    result: dict[str, Any] = {
+    result: Record = {
         "n": len(questions),
         "samples": len(records),
         **_means(questions, keys),
-        "standard_error": standard_error([question["score"] for question in questions]),
+        "standard_error": mean_error,
         "unextracted": mean([record.get("extracted") is None for record in records]),
         "chance": None if None in chances else mean(chances),
         "majority": None,
@@ -266,11 +273,6 @@ def _means(rows: Sequence[Record], keys: Sequence[str]) -> dict[str, float]:
 def mean(values: Sequence[Any]) -> float:
     """The mean; NaN of nothing (written as null)."""
     return fmean(values) if values else math.nan
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """sd / sqrt(n) over questions; None for fewer than two."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 # data
@@ -309,20 +311,7 @@ def data_files(path: Path, *names: str) -> list[Path]:
     raise EvalError(f"{path}: no such file, or a folder that holds none of {', '.join(names)}")
 
 
-def file_hash(path: Path) -> str:
-    """sha256 of a file, or of the names and contents of a folder's files."""
-    digest = hashlib.sha256()
-    if path.is_file():
-        digest.update(path.read_bytes())
-        return digest.hexdigest()
-    # Names count as well: the same pictures under other names are another data set.
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
-
-
-def rows_hash(rows: Iterable[Mapping[str, Any]]) -> str:
+def rows_hash(rows: Iterable[Record]) -> str:
     """sha256 of rows as canonical JSON lines: the same for every file format."""
     digest = hashlib.sha256()
     for row in rows:
@@ -331,7 +320,7 @@ def rows_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def need(row: Mapping[str, Any], key: str, where: str) -> Any:
+def need(row: Record, key: str, where: str) -> Any:
     """row[key]; raises EvalError naming the key (and the ones there are) without quoting the row."""
     # A parquet file has every column in every row, as None.
     if row.get(key) is None:

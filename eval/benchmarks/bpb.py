@@ -123,19 +123,17 @@ class BitsPerByte(BaseTask):
         # Nats to bits; bytes and not tokens below, so that tokenizers can be compared.
         bits = -output.sum / math.log(2)
         size = len(f"{question.prompt}".encode())
-        about = {"bits": bits, "bytes": size, "predicted": output.tokens}
-        return {"extracted": round(bits / size, 6), "score": -bits / size, **about}
+        return {"extracted": round(bits / size, 6), "score": -bits / size, "bits": bits, "bytes": size}
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""
+    def aggregate(self, records: Sequence[Record]) -> Record:
+        """bits_per_byte over all bytes together (score is its negative), and the compressors."""
         # One long document counts by its bytes, not as one of many.
-        facts, texts = ("bits", "bytes", "predicted"), dict(self.documents())
-        bits, size, predicted = (sum(record[fact] for record in records) for fact in facts)
+        texts = dict(self.documents())
+        bits, size = (sum(record[fact] for record in records) for fact in ("bits", "bytes"))
         return {
             **summarize(records),
             "score": -bits / size,
             "bits_per_byte": bits / size,
-            "bits_per_token": bits / max(predicted, 1),
             "documents": len(records),
             "bytes": size,
             **compressed_bits_per_byte([texts[record["id"]] for record in records]),

@@ -45,7 +45,7 @@ def majority_answers() -> dict[str, str]:
 
 @benchmark("easy_vqa", "questions about one coloured shape, real pictures")
 class EasyVqaTask(PictureTask):
-    """See the module. options.extra "views": "blind" (default) or nothing."""
+    """See the module."""
 
     name = "easy_vqa"
     version = "2"  # 1 read the first word alone, also of answers that the limit cut off
@@ -104,7 +104,7 @@ class EasyVqaTask(PictureTask):
             "majority": float(question.meta["majority"]),
         }
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """majority: always the most frequent training answer to the same question text."""
         result = super().aggregate(records) | {"majority": fmean(record["majority"] for record in records)}
         if self.form == "choice":

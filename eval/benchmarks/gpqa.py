@@ -69,7 +69,11 @@ class Gpqa(BaseTask):
         (file, *_) = data_files(self.data_path(), *names)
         rows = []
         for number, row in enumerate(read_rows(file), 1):
-            texts = {column: _tidy(need(row, column, f"{self.name} row {number}")) for column in COLUMNS}
+            texts = {}
+            # As lm-evaluation-harness cleans GPQA, except that bracketed text (formulae) stays.
+            for column in COLUMNS:
+                text = str(need(row, column, f"{self.name} row {number}")).strip()
+                texts[column] = text.replace(" [title]", ". ").replace("  ", " ")
             texts["id"] = str(row.get("Record ID") or "").strip()
             # A file without ids still pairs with itself: the id is a function of the question.
             if not texts["id"]:
@@ -124,11 +128,6 @@ def permutation(question: str, repeat: int) -> list[int]:
     repeat."""
     seed = int.from_bytes(hashlib.sha256(f"gpqa/{question}/{repeat}".encode()).digest()[:8], "big")
     return random.Random(seed).sample(range(4), 4)
-
-
-def _tidy(text: Any) -> str:
-    """As lm-evaluation-harness cleans GPQA, except that bracketed text (formulae) stays."""
-    return str(text).strip().replace(" [title]", ". ").replace("  ", " ")
 
 
 SUBSETS = {

@@ -10,7 +10,7 @@ samples are measured as training counts them (eval/heldout.py). Options (--set K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -173,7 +173,7 @@ class HeldoutTask(BaseTask):
             record["number"] = meta["number"]
         return record
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """Means over all tokens together: loss, seen_loss and blind_loss beside pictures, text_loss,
         bits_per_byte."""
         total, used, left_out = Loss(), [], Counter[str]()
@@ -195,7 +195,7 @@ class HeldoutTask(BaseTask):
             result["left_out"] = dict(left_out)
         return result
 
-    def explain(self, metrics: Mapping[str, Any]) -> list[str]:
+    def explain(self, metrics: Record) -> list[str]:
         """What was measured, and the blind row in words."""
         lines = [
             f"loss {metrics['loss']:.4f} nats a token over {metrics['tokens']:,} learned tokens of"
@@ -216,7 +216,7 @@ class HeldoutTask(BaseTask):
             )
         return lines
 
-    def write_shown(self, folder: Path, records: Sequence[Record], summary: Mapping[str, Any]) -> None:
+    def write_shown(self, folder: Path, records: Sequence[Record], summary: Record) -> None:
         """shown.json and pictures beside the records: what pipeline/report/evaluation.py draws a page of."""
         samples = []
         for record in records:

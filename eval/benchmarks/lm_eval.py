@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.eval.benchmarks.base import request_seed
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, RollingRequest, ScoreRequest
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Record, RollingRequest, ScoreRequest
 from earlyfusion.kernels.files import write_json
 
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -76,7 +76,7 @@ def lm_eval_model(model: Any, *, seed: int = 0) -> Any:
     return Adapter()
 
 
-def _generation(args: tuple[str, dict[str, Any]], number: int, seed: int) -> GenerateRequest:
+def _generation(args: tuple[str, Record], number: int, seed: int) -> GenerateRequest:
     """A request of the harness with its generation options."""
     context, options = args
     until = options.get("until") or []
@@ -90,20 +90,8 @@ def _generation(args: tuple[str, dict[str, Any]], number: int, seed: int) -> Gen
     return GenerateRequest(context, int(longest), stop, temperature, float(options.get("top_p") or 1.0), own)
 
 
-def write_override(name: str, data: Mapping[str, Path], index: Mapping[str, Any], folder: Path) -> str:
-    """The YAML of one task or group that has local data; -> the name to run.
-
-    data: the name of a task, of one of its groups or of a prefix of it ("mmlu_pro" for mmlu_pro_math) ->
-    file, or folder with <split>.jsonl / .json / .csv / .parquet. Tasks without data are run as installed.
-    Raises EvalError for a name the harness does not know.
-    """
-    if name not in index:
-        raise EvalError(f"--tasks {name}: lm-evaluation-harness has no such task")
-    fitting = [key for key in data if f"_{key}_" in f"_{name}_" or not key]
-    return _override(name, data[max(fitting, key=len)], index, folder) if fitting else name
-
-
-def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> str:
+def _override(name: str, path: Path, index: Record, folder: Path) -> str:
+    """Write the YAML of a task or group that reads local data; -> the name to run."""
     import yaml
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -127,7 +115,7 @@ def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> 
     return local
 
 
-def _files(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def _files(path: Path, config: Record) -> tuple[dict[str, str], str]:
     """split -> file for every split the task names, and the kind of loader."""
     asked = config.get("test_split") or config.get("validation_split") or "test"
     files = {asked: path}
@@ -169,9 +157,11 @@ def evaluate(
     *,
     limit: int | None = None,
     shots: int | None = None,
-) -> dict[str, Any]:
+) -> Record:
     """lm_eval.simple_evaluate on local data; `lm` is an lm_eval model (see lm_eval_model). limit is per task.
 
+    data: the name of a task, of one of its groups or of a prefix of it ("mmlu_pro" for mmlu_pro_math) ->
+    file, or folder with <split>.jsonl / .json / .csv / .parquet. Tasks without data are run as installed.
     Private benchmarks are refused: the harness keeps their text in dataset caches and logs.
     """
     lm_eval = require_lm_eval()
@@ -185,7 +175,15 @@ def evaluate(
 
     with offline(), tempfile.TemporaryDirectory(prefix="earlyfusion-tasks-") as folder:
         index = TaskManager().task_index
-        run = [write_override(name, data, index, Path(folder)) for name in names]
+        run = []
+        for name in names:
+            if name not in index:
+                raise EvalError(f"--tasks {name}: lm-evaluation-harness has no such task")
+            # The nearest of the data: the task's own, those of its group, those of all.
+            fitting = [key for key in data if f"_{key}_" in f"_{name}_" or not key]
+            if fitting:
+                name = _override(name, data[max(fitting, key=len)], index, Path(folder))
+            run.append(name)
         found = lm_eval.simple_evaluate(
             model=lm,
             tasks=run,

@@ -41,7 +41,6 @@ from earlyfusion.eval.benchmarks.base import (
 )
 from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request
 
-Row = dict[str, Any]
 CONTEXT, SHOTS = 4096, 5
 COT = "Let's think step by step."
 INTRO = "The following are multiple choice questions (with answers) about {category}."
@@ -67,7 +66,7 @@ class MmluPro(BaseTask):
         self.count_tokens: Callable[[str], int] = len
 
     @cached_property
-    def rows(self) -> tuple[list[Row], list[Row]]:
+    def rows(self) -> tuple[list[Record], list[Record]]:
         """(test, validation), cleaned."""
         path = self.data_path()
         test = data_files(path, *(name.format("test") for name in FILES))
@@ -114,14 +113,14 @@ class MmluPro(BaseTask):
                 key, choices = str(row["question_id"]), tuple(row["options"])
                 yield Question(key, prompt, row["answer"], category, choices, meta)
 
-    def head(self, category: str, examples: Sequence[Row]) -> str:
+    def head(self, category: str, examples: Sequence[Record]) -> str:
         """What all questions of a category have in common."""
         intro = ""
         if self.form != "cf":
             intro = INTRO.format(category=category) + (HOW if self.form == "cot" else "") + "\n\n"
         return intro + "".join(self.block(example, solved=True) for example in examples)
 
-    def block(self, row: Row, solved: bool = False) -> str:
+    def block(self, row: Record, solved: bool = False) -> str:
         """One question, with its answer and a blank line when it is an example."""
         # The wording of the official script, blank by blank.
         block = f"Question:\n{row['question']}\n"
@@ -164,7 +163,7 @@ class MmluPro(BaseTask):
         record["cluster"] = hashlib.sha256(question.meta["row"]["question"].encode()).hexdigest()[:12]
         return record
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """Micro average over questions (and macro_score over categories); for cot also score_strict and the
         levels."""
         result = summarize(records, ("score", "score_strict", "score_sum"))
@@ -191,7 +190,7 @@ def judge(text: str, gold: str, options: int, levels: int = 3) -> Record:
     }
 
 
-def rescore(path: Path, levels: int = 3) -> dict[str, Any]:
+def rescore(path: Path, levels: int = 3) -> Record:
     """Extract again from published outputs (rows with options, answer, category, generated_text or
     model_outputs, and pred where stored). Returns summarize's numbers and `differences`: rows whose stored
     pred is another letter."""
@@ -206,11 +205,11 @@ def rescore(path: Path, levels: int = 3) -> dict[str, Any]:
     return {"differences": differences, "levels": levels, **summarize(records, ("score", "score_strict"))}
 
 
-def _cleaned(files: Iterable[Path]) -> list[Row]:
+def _cleaned(files: Iterable[Path]) -> list[Record]:
     return [clean(row) for file in files for row in read_rows(file)]
 
 
-def clean(row: Row) -> Row:
+def clean(row: Record) -> Record:
     """The fields that count, options stripped and without "N/A"."""
     where = f"mmlu_pro question {row.get('question_id')!r}"
     # Blanks around the right option alone would give it away to a model that compares texts.

@@ -34,19 +34,6 @@ _PICTURE_FIELDS = "image images img picture photo image_path video videos".split
 _PLACEHOLDER = re.compile(r"<image (\d)>")
 CHOICE_REQUEST = "\n\nAnswer with the option's letter from the given choices directly."
 OPEN_REQUEST = "\n\nAnswer the question using a single word or phrase."
-DOMAINS = {
-    "Art & Design": "Art Art_Theory Design Music",
-    "Business": "Accounting Economics Finance Manage Marketing",
-    "Science": "Biology Chemistry Geography Math Physics",
-    "Health & Medicine": (
-        "Basic_Medical_Science Clinical_Medicine Diagnostics_and_Laboratory_Medicine Pharmacy Public_Health"
-    ),
-    "Humanities & Social Science": "History Literature Psychology Sociology",
-    "Tech & Engineering": (
-        "Agriculture Architecture_and_Engineering Computer_Science Electronics Energy_and_Power Materials "
-        "Mechanical_Engineering"
-    ),
-}
 
 
 def parse_choice(text: str, options: Sequence[str]) -> str | None:
@@ -73,14 +60,13 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
 
 @benchmark("mmmu", "exam questions with pictures, MMMU format, own file")
 class MmmuTask(PictureTask):
-    """See the module. options.extra "views": "blind" (default, grey pictures) or nothing."""
+    """See the module. Every question is asked again with grey pictures."""
 
     name = "mmmu"
     version = "2"
     stop: tuple[str, ...] = ()
 
     def setup(self) -> None:
-        super().setup()
         # Found at once, so that a wrong --data is told before the model is read.
         self.files = data_files(self.data_path(), "*.jsonl", "*.parquet")
         self.qa = False
@@ -92,7 +78,7 @@ class MmmuTask(PictureTask):
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
         """Rows in file order, or `limit` of them at even distances. The category is the subject."""
-        rows: list[tuple[Path, int, dict[str, Any]]] = []
+        rows: list[tuple[Path, int, Record]] = []
         for path in self.files:
             rows += [(path, number, row) for number, row in enumerate(read_rows(path), 1)]
         for path, number, row in evenly(rows, limit):
@@ -115,7 +101,6 @@ class MmmuTask(PictureTask):
         """Letter equality, or one of the open answers found."""
         text = output.text
         record: Record = {"target": question.target, "options": len(question.choices)}
-        record["domain"] = question.meta["domain"]
         # No guess where nothing can be read: a random letter would add a quarter to a silent model.
         if question.choices:
             letter = parse_choice(text, question.choices)
@@ -123,13 +108,11 @@ class MmmuTask(PictureTask):
         score = float(open_match(text, question.meta["answers"]))
         return {**record, "extracted": text.strip() or None, "score": score}
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """Micro average, by subject and by_domain; chance: 1 / number of options, 0 for open questions."""
+    def aggregate(self, records: Sequence[Record]) -> Record:
+        """Micro average, and by subject; chance: 1 / number of options, 0 for open questions."""
         result = super().aggregate(records)
         result["chance"] = mean([1 / r["options"] if r["options"] else 0.0 for r in records])
-        # The official table groups 30 subjects into six domains.
-        by_domain = super().aggregate([{**record, "category": record["domain"]} for record in records])
-        return {**result, "by_domain": by_domain["by_category"]}
+        return result
 
 
 def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:
@@ -150,7 +133,7 @@ def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:
     return [*shown, Text(asked.rstrip() + after)]
 
 
-def _question(row: dict[str, Any], folder: Path) -> Question:
+def _question(row: Record, folder: Path) -> Question:
     """Raises KeyError, ValueError, SyntaxError or TypeError for a row that is not in the schema."""
     options = _literal(row.get("options") or [])
     chosen: tuple[str, ...] = ()
@@ -171,8 +154,7 @@ def _question(row: dict[str, Any], folder: Path) -> Question:
 
     # Ids of the public set name their subject: validation_Art_Theory_2.
     subject = "_".join(str(row["id"]).split("_")[1:-1]) or "all"
-    domain = next((name for name, subjects in DOMAINS.items() if subject in subjects.split()), "other")
-    meta = {"answers": [str(gold) for gold in accepted], "domain": domain}
+    meta = {"answers": [str(gold) for gold in accepted]}
     _check_pictures(row, text)
     return Question(str(row["id"]), _interleave(text, row, folder), answer, subject, chosen, meta)
 
@@ -182,7 +164,7 @@ def _literal(written: Any) -> Any:
     return ast.literal_eval(written) if isinstance(written, str) else written
 
 
-def _check_pictures(row: dict[str, Any], text: str) -> None:
+def _check_pictures(row: Record, text: str) -> None:
     """Raises ValueError for a picture of the row that neither the prompt nor the explanation names."""
     # A picture of the explanation belongs to the solution and must not be shown.
     named = _PLACEHOLDER.findall(f"{text} {row.get('explanation')}")
@@ -200,7 +182,7 @@ def _check_pictures(row: dict[str, Any], text: str) -> None:
             )
 
 
-def _interleave(text: str, row: dict[str, Any], folder: Path) -> list[Segment]:
+def _interleave(text: str, row: Record, folder: Path) -> list[Segment]:
     """Texts and pictures in order; a picture stands where it is first named, later mentions stay words."""
     segments: list[Segment] = []
     start = 0

@@ -25,23 +25,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from statistics import fmean, median
 from typing import Any
 
 from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
-from earlyfusion.data.tasks.places import named_box
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.data.tasks.scoring.rewards import iou
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.protocol import (
-    EvalError,
     Generation,
     Prompt,
     Question,
@@ -49,7 +45,6 @@ from earlyfusion.eval.protocol import (
     Request,
     TaskOptions,
 )
-from earlyfusion.kernels.errors import did_you_mean
 
 DEFAULT_QUESTIONS = 600
 GREY = 128
@@ -58,23 +53,14 @@ GREY = 128
 class PictureTask(BaseTask):
     """Questions about pictures, each asked with its picture and again in other views.
 
-    options.extra: "views", comma-separated; all of `known_views` when it is not given. An answer ends with
-    its line.
+    An answer ends with its line.
     """
 
-    known_views: tuple[str, ...] = ("blind",)
+    views: tuple[str, ...] = ("blind",)
     needs = frozenset({"image"})
     zero_shot = True
     grey_level = GREY
     stop: tuple[str, ...] = ("\n",)
-
-    def setup(self) -> None:
-        # Controls are on unless they are switched off: a score without them says little.
-        given = self.options.extra.get("views", ",".join(self.known_views))
-        self.views = list(dict.fromkeys(filter(None, map(str.strip, given.split(",")))))
-        for view in self.views:
-            if view not in self.known_views:
-                raise EvalError(f"{self.name}: unknown view {view!r}; {did_you_mean(view, self.known_views)}")
 
     def prompts(self, question: Question) -> list[Prompt]:
         """With the picture, then one for each view."""
@@ -101,7 +87,7 @@ class PictureTask(BaseTask):
         """extracted, score, target and perhaps metrics of one answer."""
         raise NotImplementedError
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """What `summarize` gives for score, views and all metrics; what seeing adds (in all and by category).
 
         majority: always the most frequent gold answer of the category, known in advance: the best a constant
@@ -152,23 +138,17 @@ def whole(output: Generation) -> str:
 class VisualTask(PictureTask):
     """The exam of one task of data/tasks.
 
-    options.extra: "n", questions in all (default 600). Prompts stand as in training: picture, line end,
-    "Q: ...", line end, "A:".
+    Prompts stand as in training: picture, line end, "Q: ...", line end, "A:".
     """
 
     version = "2"  # 1 judged answers that the limit cut off by their beginning
-    known_views = ("blind", "words")
+    views = ("blind", "words")
 
     def __init__(self, name: str, options: TaskOptions) -> None:
         self.name, self.task = name, make_task(name)
         self.needs = frozenset({"video" if self.task.video else "image"})
         self.new_tokens = self.task.answer_tokens
         super().__init__(options)
-        # The exam is endless; the number asked is part of what is compared.
-        given = str(options.extra.get("n", DEFAULT_QUESTIONS))
-        self.count = int(given) if given.isdecimal() else 0
-        if self.count < 1:
-            raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
 
     def data_hash(self) -> str:
         """Of the generator's name, version, limits and seed."""
@@ -177,8 +157,8 @@ class VisualTask(PictureTask):
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
-        """The first `limit` of `n` questions; categories stand in turn."""
-        for problem in self.task.exam(min(limit or self.count, self.count), self.options.seed):
+        """The first `limit` questions of an exam without an end; categories stand in turn."""
+        for problem in self.task.exam(limit or DEFAULT_QUESTIONS, self.options.seed):
             prompt, meta = [problem.media(), Text(question_text(problem.question))], {"problem": problem}
             yield Question(problem.key, prompt, problem.answer, problem.category, meta=meta)
 
@@ -190,25 +170,6 @@ class VisualTask(PictureTask):
         return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
 
 
-class GroundingTask(VisualTask):
-    """Grounding; the constant answer to beat is the median box of all questions, as shares of the picture."""
-
-    def judged(self, question: Question, output: Any) -> Record:
-        box, scene, _ = named_box(question.meta["problem"])
-        # Pictures differ in size; a constant box has to be said in shares.
-        sides = (scene.width, scene.height) * 2
-        relative = [place / side for place, side in zip(box, sides)]
-        return {**super().judged(question, output), "target_box": relative}
-
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """As for all tasks, with the median box as the constant answer."""
-        boxes = [record["target_box"] for record in records]
-        left, top, right, bottom = map(median, zip(*boxes))
-        # The published bar of grounding: half overlap.
-        hits = [iou(tuple(box), (left, top, right, bottom)) >= 0.5 for box in boxes]
-        return {**super().aggregate(records), "majority": fmean(hits)}
-
-
 TEXTS = {
     "counting": "how many objects: exact, mean absolute error",
     "scene": "colours, shapes, relations, comparison, sorting of objects",
@@ -218,11 +179,8 @@ TEXTS = {
     "board": "cells, rows and counts on boards of coloured squares",
     "video_qa": "questions about rendered clips",
 }
-VISUAL: dict[str, Callable[[TaskOptions], VisualTask]] = {}
-for _name in TEXTS:
-    VISUAL[_name] = partial(GroundingTask if _name == "grounding" else VisualTask, _name)
-for _name, _make in VISUAL.items():
-    benchmark(_name, TEXTS[_name])(_make)
+for _name, _text in TEXTS.items():
+    benchmark(_name, _text)(partial(VisualTask, _name))
 
 
 @benchmark("twins", "the visual tasks told in words alone")
@@ -237,11 +195,10 @@ class TwinsTask(PictureTask):
 
     name = "twins"
     needs = frozenset()
-    known_views = ()
+    views = ()
 
     def setup(self) -> None:
-        super().setup()
-        self.parts = {name: make(self.options) for name, make in VISUAL.items()}
+        self.parts = {name: VisualTask(name, self.options) for name in TEXTS}
 
     def data_hash(self) -> str:
         """Over the data of all parts."""
@@ -268,7 +225,7 @@ class TwinsTask(PictureTask):
         """As the visual task scores it."""
         return self.parts[question.meta["part"]].judged(question, output)
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+    def aggregate(self, records: Sequence[Record]) -> Record:
         """Score in all and by category, beside the constant answer; the kinds' own metrics by category
         only."""
         result = super().aggregate(records)

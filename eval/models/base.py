@@ -1,26 +1,166 @@
 """What --model may be: a model directory of ours, hf:PATH (any transformers causal LM, also GGUF), or
-http(s)://..."""
+http(s)://...: an OpenAI-compatible endpoint, /v1/completions for text, /v1/chat/completions for pictures and
+with --chat.
+
+Log-likelihoods need a server that echoes prompts with their log-probabilities (`echo`, `logprobs`), as vLLM
+and llama.cpp do; servers that do not are told apart by one request and refused for such tasks. The key, where
+one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from earlyfusion.eval.models.engine import load_own
 from earlyfusion.eval.models.hf import load_hf
-from earlyfusion.eval.models.http import EndpointModel
-from earlyfusion.eval.protocol import EvalError, Model
+from earlyfusion.eval.models.tokens import content_parts, cut_at, has_media
+from earlyfusion.eval.protocol import (
+    EvalError,
+    GenerateRequest,
+    Generation,
+    LogProb,
+    Model,
+    Record,
+    RollingRequest,
+    ScoreRequest,
+    prompt_text,
+)
 from earlyfusion.model.hub.config import MODEL_TYPE, model_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
+RETRIED = {408, 409, 429, 500, 502, 503, 504}
+
+
+class EndpointModel:
+    """url: up to and with /v1. model: the name to ask for; None takes the server's
+    first. concurrent: requests in flight. chat: prompts as the user's message."""
+
+    capabilities = frozenset({"text", "image", "score", "generate"})
+    max_length = None
+
+    def __init__(
+        self, url: str, model: str | None = None, *, concurrent: int = 8, chat: bool = False
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.chat, self.pool = chat, ThreadPoolExecutor(concurrent)
+        if model is None:
+            listed = self._call("/models").get("data")
+            if not listed:
+                raise EvalError(f"{self.url}/models lists no model; give its name with --endpoint-model")
+            model = str(listed[0]["id"])
+        self.name = model
+
+    def _call(self, path: str, body: Record | None = None) -> Record:
+        """The JSON answer; a server that is busy or away is asked again, a little later each time."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        # A request with a body is a POST.
+        data = json.dumps({"model": self.name, **body}).encode() if body else None
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+
+        for attempt in range(TRIES):
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                text = " ".join(error.read(400).decode("utf-8", "replace").split())
+                problem = f"HTTP {error.code}: {text}"
+                if error.code not in RETRIED:
+                    break
+            except OSError as error:  # no connection, or a time limit
+                problem = f"no answer ({error}); is the server running?"
+            except ValueError:
+                problem = "the answer is not JSON; is this an OpenAI-compatible URL?"
+                break
+            # Twice as long each time: a busy server is not helped by more requests.
+            time.sleep(FIRST_WAIT_S * 2**attempt)
+        raise EvalError(f"{self.url}{path}: {problem}")
+
+    def count_tokens(self, text: str) -> int:
+        """The server is not asked: about one token for every three bytes, which is more than most tokenizers
+        give."""
+        return len(text.encode("utf-8")) // 3 + 1
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """See Model. The server batches; here requests only have to be under way at the same time."""
+        return list(self.pool.map(self._generate, requests))
+
+    def _generate(self, request: GenerateRequest) -> Generation:
+        body: Record = {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+        }
+        if request.stop:
+            body["stop"] = list(request.stop)[:4]  # more are cut off below
+
+        # Pictures can only be given in messages; not every server takes a text in parts.
+        media = has_media(request.prompt)
+        path, body["prompt"] = "/completions", prompt_text(request.prompt)
+        if self.chat or media:
+            path, content = "/chat/completions", body.pop("prompt")
+            content = content_parts(request.prompt) if media else content
+            body["messages"] = [{"role": "user", "content": content}]
+        answer = self._call(path, body)
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+
+        # Some servers leave the stop string in, and none takes more than four.
+        text, stopped = cut_at(text or "", request.stop)
+        stopped |= choice.get("finish_reason") == "stop"
+        tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
+        return Generation(text, int(tokens), "stop" if stopped else "length")
+
+    def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
+        """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
+        # Texts and not tokens go over the wire: only the server knows its tokenizer.
+        pairs = [(prompt_text(request.context), request.continuation) for request in requests]
+        return list(self.pool.map(self._echo, *zip(*pairs)))
+
+    def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
+        """See Model; the first token is not paid for where the server gives it no probability."""
+        return self.loglikelihood([ScoreRequest("", request.text) for request in requests])
+
+    def _echo(self, context: str, scored: str) -> LogProb:
+        # Nothing is generated: the prompt itself comes back, with a log-probability for every token.
+        text = context + scored
+        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+        found = self._call("/completions", body)["choices"][0].get("logprobs") or {}
+        values, places = found.get("token_logprobs"), found.get("text_offset")
+        if not values or not places:
+            raise EvalError(
+                f"{self.url}: this server gives no log-probabilities of prompts; choose a generating form"
+            )
+
+        # Tokens that end within the context are not asked for; the first of a text has no probability.
+        score, nothing = LogProb(), [None] * len(values)
+        tokens, tops = found.get("tokens") or nothing, found.get("top_logprobs") or nothing
+        for value, end, token, top in zip(values, [*places[1:], len(text)], tokens, tops):
+            if end > len(context) and value is not None:
+                score += LogProb(value, 1, bool(top) and max(top, key=top.get) == token)
+        return score
+
+    def identity(self) -> Record:
+        """Address and model name: the weights behind them are not known."""
+        about = {"kind": "endpoint", "path": self.url, "model": self.name}
+        return {**about, "weights_sha256": None, "chat": self.chat}
 
 
 def open_model(
     given: str,
     *,
-    device: str = "auto",
+    device: str | torch.device = "cpu",
     dtype: str = "auto",
     batch_size: int = 16,
     batch_tokens: int = 4096,
@@ -31,13 +171,10 @@ def open_model(
     """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an
     answer does not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a
     model directory as it was trained, others without. Raises EvalError when there is no such model."""
-    # Before anything is read: a typing error should not cost the loading of a model.
-    if dtype not in ("auto", *DTYPES):
-        raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
     if given.startswith(("http://", "https://")):
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
 
-    options: dict[str, Any] = {"device": usable_device(device), "dtype": DTYPES.get(dtype)}
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype, None)}
     options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
         return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
@@ -53,14 +190,3 @@ def open_model(
             f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
         )
     return load_own(folder, chat=chat, **options)
-
-
-def usable_device(name: str) -> str:
-    """The device, "auto" resolved; raises EvalError when torch cannot use it."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise EvalError(f"--device {name}: not usable here ({str(error).splitlines()[0]}); try cpu") from None
-    return name

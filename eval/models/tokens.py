@@ -14,7 +14,9 @@ against whole encodings.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,12 +28,14 @@ from typing import Any
 
 import torch
 
-from earlyfusion.data.sample import Text
+from earlyfusion.data.sample import Image, Text, open_picture
 from earlyfusion.eval.protocol import (
+    EvalError,
     GenerateRequest,
     Generation,
     LogProb,
     Prompt,
+    Record,
     RollingRequest,
     ScoreRequest,
     prompt_text,
@@ -228,6 +232,23 @@ def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """(the text before the first of the stop strings, whether there was one)."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return (text[: min(places)], True) if places else (text, False)
+
+
+def content_parts(prompt: Prompt) -> list[Record]:
+    """Message content for text and pictures (as data URLs). Raises EvalError for video: give its frames as
+    pictures."""
+    parts: list[Record] = []
+    for segment in [Text(prompt)] if isinstance(prompt, str) else prompt:
+        if isinstance(segment, Text):
+            parts.append({"type": "text", "text": segment.text})
+        elif isinstance(segment, Image):
+            buffer = io.BytesIO()
+            open_picture(segment.image).convert("RGB").save(buffer, "PNG")
+            encoded = base64.b64encode(buffer.getvalue()).decode()
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+        else:
+            raise EvalError("an endpoint takes no video here; evaluate video tasks on a model directory")
+    return parts
 
 
 class QuickEncoder:

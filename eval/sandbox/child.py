@@ -36,7 +36,6 @@ import sys
 import time
 from typing import Any
 
-from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox import walls as sandbox_walls
 from earlyfusion.eval.sandbox.walls import (
     Walls,
@@ -266,9 +265,9 @@ def outcome(code: str, namespace: dict, max_chars: int) -> tuple[str, str, str]:
 
 def hide_tools() -> None:
     """Take from a program's reach, as far as Python can, what this process needed to build its walls."""
-    for module in (sandbox_walls, sandbox_seccomp, ctypes):
+    for module in (sandbox_walls, ctypes):
         vars(module).clear()
-    for name in "ctypes importlib resource select signal socket sandbox_walls sandbox_seccomp".split():
+    for name in "ctypes importlib resource select signal socket sandbox_walls".split():
         globals().pop(name, None)
     for name in [name for name in sys.modules if name.partition(".")[0] in (*REFUSED_MODULES, "earlyfusion")]:
         del sys.modules[name]

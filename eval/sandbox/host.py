@@ -53,19 +53,12 @@ load."""
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Controls of terminals and of writing direction, breaks that only some count as lines, and half characters.
 """
-_NAMESPACES = (
-    "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0),"
-    " or start the container with --cap-add SYS_ADMIN and a seccomp profile that lets unshare and mount"
-    " through"
+_REMEDY = (
+    "mount, net, ipc, pid: allow user namespaces (sysctl user.max_user_namespaces,"
+    " kernel.apparmor_restrict_unprivileged_userns=0), or start the container with --cap-add SYS_ADMIN and a"
+    " seccomp profile that lets unshare and mount through; landlock: a kernel from 5.13 with lsm=landlock;"
+    " seccomp: x86_64 or aarch64; uid: an ordinary user, or root with CAP_SETUID and further users (uid_map)"
 )
-_REMEDIES = {
-    **dict.fromkeys(("mount", "net", "ipc", "pid"), _NAMESPACES),
-    "landlock": "use a kernel from 5.13 with landlock among its security modules (lsm=landlock,...)",
-    "seccomp": "use x86_64 or aarch64 and a kernel with CONFIG_SECCOMP_FILTER",
-    "keyring": "raise kernel.keys.maxkeys",
-    "uid": "run as an ordinary user, or as root with CAP_SETUID and further users (uid_map)",
-    "rlimits": "let the process set its own limits (prlimit)",
-}
 
 
 class SandboxError(DataError):
@@ -252,10 +245,19 @@ class Sandbox:
                 for descriptor in (*writes, stop[0]):
                     os.close(descriptor)
             data, flooded = _collect(reads, limits, stopper.close)
-        status = _lines(data["status"])
+        # The supervisor's JSON objects, one a line; a last one may be torn where it was killed.
+        status: dict[str, Any] = {}
+        for line in data["status"].splitlines():
+            with contextlib.suppress(ValueError):
+                status |= json.loads(line)
         missing = status.get("missing")
         if missing and not self.allow_weaker:
-            raise SandboxError(_refusal(missing))
+            reasons = "; ".join(dict.fromkeys(missing.values()))
+            raise SandboxError(
+                f"no program is run: the sandbox lacks {', '.join(missing)} here ({reasons}); {_REMEDY};"
+                " or set sandbox.allow_weaker, which runs programs behind the other walls and names them in"
+                " every record"
+            )
         if status and "layers" not in status and not status.get("stopped"):
             raise SandboxError(f"the sandbox could not build its walls: {_plain(data['stderr'], 300)}")
         return _result(data, status, job["mark"], limits, flooded)
@@ -305,16 +307,6 @@ def remove_folder(folder: str) -> None:
             subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL)
 
 
-def _refusal(missing: Mapping[str, str]) -> str:
-    """The one line of a SandboxError about walls, from reasons by name."""
-    reasons = "; ".join(dict.fromkeys(str(reason) for reason in missing.values()))
-    remedies = "; ".join(dict.fromkeys(_REMEDIES.get(name, "") for name in missing))
-    return (
-        f"no program is run: the sandbox lacks {', '.join(missing)} here ({reasons}); {remedies}; or set "
-        "sandbox.allow_weaker, which runs programs behind the other walls and names them in every record"
-    )
-
-
 def _collect(
     reads: dict[int, str], limits: Limits, stop: Callable[[], None]
 ) -> tuple[dict[str, bytearray], bool]:
@@ -345,15 +337,6 @@ def _collect(
                     flooded = True
                     stop()
     return data, flooded
-
-
-def _lines(text: bytearray) -> dict[str, Any]:
-    """The supervisor's JSON objects, one a line, in one dict; a last one may be torn where it was killed."""
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            found |= json.loads(line)
-    return found
 
 
 def _told(text: bytearray, mark: str) -> tuple[dict[str, str], list[str]]:

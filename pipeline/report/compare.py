@@ -4,7 +4,7 @@
     earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
 
 Paired deltas between evaluated models. A table on the terminal, compare.json, and compare.html, a page that
-loads nothing and shows what the table has no room for. The computation is eval/compare/analysis.py.
+loads nothing and shows what the table has no room for. The computation is eval/compare.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from earlyfusion.eval.compare import analysis
-from earlyfusion.eval.compare.load import CompareError, load_arm
+from earlyfusion.eval import compare as analysis
+from earlyfusion.eval.compare import CompareError, load_arm
+from earlyfusion.eval.stats import smallest_delta
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.figures import show

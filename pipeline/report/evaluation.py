@@ -31,6 +31,7 @@ from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline import figures
+from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.progress import is_finite
 from earlyfusion.pipeline.report.data import read_dict
@@ -70,8 +71,8 @@ class EvalOptions(Options):
     """most tokens read at once"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
-    dtype: str = "auto"
-    """auto (as stored), float32, bfloat16, float16"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: as stored"""
     exact: bool = False
     """one sequence in a call: the same bits whatever else is asked; slower"""
     chat: bool | None = None
@@ -142,10 +143,8 @@ def evaluate(options: EvalOptions) -> None:
 def _model(options: EvalOptions) -> Model:
     if not options.model:
         raise EvalError("--model is missing: a model directory, hf:PATH or http://host/v1")
-    chosen = options.model_dump(
-        include={"device", "dtype", "batch_tokens", "chat", "endpoint_model", "exact"}
-    )
-    return open_model(options.model, batch_size=options.batch, **chosen)
+    chosen = options.model_dump(include={"dtype", "batch_tokens", "chat", "endpoint_model", "exact"})
+    return open_model(options.model, device=device_of(options.device), batch_size=options.batch, **chosen)
 
 
 def build_tasks(

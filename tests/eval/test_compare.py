@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from page_cases import checked
 
-from earlyfusion.eval.compare.analysis import Options, compare_arms
-from earlyfusion.eval.compare.load import CompareError, load_arm
+from earlyfusion.eval.compare import CompareError, Options, compare_arms, load_arm
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline import cli
 

@@ -14,9 +14,8 @@ from eval_cases import hf_folder, hf_model, own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.eval.models.base import open_model
+from earlyfusion.eval.models.base import EndpointModel, open_model
 from earlyfusion.eval.models.hf import Rows
-from earlyfusion.eval.models.http import EndpointModel
 from earlyfusion.eval.models.tokens import QuickEncoder
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest
 from earlyfusion.kernels.segments import Segments
@@ -294,7 +293,7 @@ def test_pictures_go_to_an_endpoint_as_data_urls(endpoint):
 
 
 def test_no_server_is_one_line(monkeypatch):
-    monkeypatch.setattr("earlyfusion.eval.models.http.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("earlyfusion.eval.models.base.FIRST_WAIT_S", 0.0)
     with pytest.raises(EvalError, match="no answer"):
         EndpointModel("http://127.0.0.1:9")
 

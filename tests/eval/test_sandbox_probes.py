@@ -19,7 +19,6 @@ from sandbox_probes import AREAS, KERNEL_WHOLE, PROBES, WHOLE, program
 
 from earlyfusion.eval.sandbox import child as sandbox_child
 from earlyfusion.eval.sandbox import host as module
-from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox import walls as sandbox_walls
 from earlyfusion.eval.sandbox.host import REASONS, Limits, Sandbox, SandboxError
 
@@ -40,7 +39,7 @@ libc = sandbox_walls.libc
 def refusing(calls):
     """A filter that answers some system calls with an error: (numbers, errno, argument, its value or
     bits)."""
-    op, code = sandbox_seccomp._op, b""
+    op, code = sandbox_walls._op, b""
     for numbers, error, *test in calls:
         body = op(0x06, 0x00050000 | error)
         if test:
@@ -95,7 +94,7 @@ def served(caller, monkeypatch, calls=(), **options):
                 drop(ORDINARY)
                 libc.prctl(4, 1, 0, 0, 0)  # a changed user hides /proc/self from itself; a login does not
             if calls:
-                sandbox_seccomp.attach(refusing(calls))
+                sandbox_walls.attach(refusing(calls))
             sandbox_child.serve(theirs)
         finally:
             os._exit(0)
@@ -420,12 +419,12 @@ def test_the_filter_knows_both_architectures():
         ("limit", 0, 1, 0, 9): allow,
         ("limit", 0, 1, 1 << 40): low | errno.EPERM,
     }
-    for column, (machine, arch) in enumerate(sandbox_seccomp.ARCHITECTURES.items()):
-        code = sandbox_seccomp.build(machine, 7)
+    for column, (machine, arch) in enumerate(sandbox_walls.ARCHITECTURES.items()):
+        code = sandbox_walls.build(machine, 7)
         for (name, *arguments), answer in expected.items():
             assert run(code, int(numbers[name][column]), arch, *arguments) == answer, (machine, name)
         assert run(code, int(numbers["read"][column]), 0x40000003) == die
-    x86 = sandbox_seccomp.ARCHITECTURES["x86_64"]
-    assert run(sandbox_seccomp.build("x86_64", 7), 0x40000000 | 1, x86) == die
+    x86 = sandbox_walls.ARCHITECTURES["x86_64"]
+    assert run(sandbox_walls.build("x86_64", 7), 0x40000000 | 1, x86) == die
     with pytest.raises(OSError, match="no table of system calls for riscv64"):
-        sandbox_seccomp.build("riscv64", 1)
+        sandbox_walls.build("riscv64", 1)

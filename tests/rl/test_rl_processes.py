@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
 
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measure import ask
 from earlyfusion.eval.measured import load_measured
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.rl.measure import in_order
@@ -118,8 +118,8 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
     made = training(folder, tmp_path / "run")
     try:
         entries, how = made.config.tasks, {"problems": 5, "seed": 1, "samples": 2}
-        whole = measure(made.model, made.tokenizer, entries, **how)
-        shares = [measure(made.model, made.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
+        whole = ask(made.model, made.tokenizer, entries, **how).measured()
+        shares = [ask(made.model, made.tokenizer, entries, **how, share=(r, 4)).measured() for r in range(4)]
         assert [len(share) for share in shares] == [4, 4, 4, 3]
         monkeypatch.setattr(made.runtime, "world", 4)
         monkeypatch.setattr(made.runtime, "gather", lambda own: shares)

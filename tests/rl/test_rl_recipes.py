@@ -8,7 +8,7 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measure import ask
 from earlyfusion.eval.measured import summary
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
@@ -53,7 +53,7 @@ def test_the_embedded_model_half_knows_its_skills():
     folder = start_directory(config)
     model, tokens = load_model(folder), Tokenizer.load(folder)
     entries = [TaskEntry(name="odd_one_out"), TaskEntry(name="counting")]
-    found = summary(measure(model, tokens, entries, problems=120, seed=5, max_new_tokens=12))
+    found = summary(ask(model, tokens, entries, problems=120, seed=5, max_new_tokens=12).measured())
     assert 0.5 < found["odd_one_out/0/picture"]["accuracy"] < 0.85
     assert 0.55 < found["counting/0/picture"]["accuracy"] < 0.9
     assert sum(p.numel() for p in model.parameters()) < 1_000_000

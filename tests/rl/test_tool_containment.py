@@ -26,10 +26,10 @@ from tool_cases import (
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Text
-from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measure import ask
 from earlyfusion.eval.measured import summary
 from earlyfusion.eval.sandbox import host as sandbox
-from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
+from earlyfusion.eval.sandbox import walls
 from earlyfusion.eval.sandbox.host import SandboxError
 from earlyfusion.model import generate
 from earlyfusion.model.hub.folder import load_model
@@ -193,7 +193,8 @@ def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_withou
     net = load_model(folder)
     rollout = RolloutSection(max_new_tokens=200)
     seen = measure_tools(net, TOKENIZER, [entry], rollout, problems=12, seed=5, samples=2, slots=6)
-    plain = measure(net, TOKENIZER, [TaskEntry(name="counting")], problems=12, seed=5, max_new_tokens=3)
+    asked = ask(net, TOKENIZER, [TaskEntry(name="counting")], problems=12, seed=5, max_new_tokens=3)
+    plain = asked.measured()
     assert [one.key for one in seen] == [one.key for one in plain]
     assert all(one.answer == "2" and one.solved == (one.target == "2") for one in seen)
     assert all(one.sampled == (one.score, one.score) for one in seen)
@@ -257,7 +258,7 @@ def without_landlock(monkeypatch):
         struct.pack("=HBBI", *one)
         for one in ((32, 0, 0, 0), (21, 0, 1, 444), (6, 0, 0, 0x50026), (6, 0, 0, 0x7FFF0000))
     )
-    start = partial(subprocess.Popen, preexec_fn=lambda: sandbox_seccomp.attach(refused))
+    start = partial(subprocess.Popen, preexec_fn=lambda: walls.attach(refused))
     monkeypatch.setattr(sandbox.subprocess, "Popen", start)
 
 
