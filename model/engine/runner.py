@@ -344,9 +344,9 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
 class ImageMemory:
     """Features [M, D] of at most `limit` pictures by their digest. `encoded` and `hits` count its work.
 
-    together: patches in one pass of the tower. 0 where results are exact: every picture by itself, so that its
-    features do not depend on what else is asked at the time; on a GPU, where a tower over small pictures is all launches, those of
-    all new requests go together.
+    together: patches in one pass of the tower. 0 where results are exact: every picture by itself, so that
+    its features do not depend on what else is asked at the time; on a GPU, where a tower over small pictures
+    is all launches, those of all new requests go together.
     """
 
     def __init__(self, model: NativeFusion, limit: int) -> None:

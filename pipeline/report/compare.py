@@ -18,7 +18,6 @@ from pydantic import Field
 
 from earlyfusion.eval import compare as analysis
 from earlyfusion.eval.compare import CompareError, load_arm
-from earlyfusion.eval.stats import smallest_delta
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.figures import show

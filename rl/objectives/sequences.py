@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.checks import check_shapes
+from earlyfusion.kernels.segments import Segments
 
 
 class Groups(NamedTuple):
@@ -61,7 +62,7 @@ def only(mask_T: Tensor, values_T: Tensor) -> Tensor:
 
 def sequence_sums(values_T: Tensor, segments: Segments) -> Tensor:
     """Sum over the tokens of every response, [N]; differentiable. Raises ValueError where they do not fit."""
-    check_packed("values_T", values_T, segments)
+    check_shapes("sequence_sums", {"T": segments.total}, values_T=values_T)
     if segments.num == 0:
         return values_T.new_zeros(0)
     device = values_T.device
