@@ -26,9 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_append, check_attention, check_decode, check_qkv
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Segments, check_append, check_attention, check_decode, check_qkv
 
 
 def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -> Tensor:

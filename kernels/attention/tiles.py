@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_decode
 from earlyfusion.kernels.products import accumulate_dtype, wide_bmm
+from earlyfusion.kernels.segments import check_decode
 
 # Tiles grow with the context: few borders, and bounded memory all the same.
 FIRST_TILE, LAST_TILE = 128, 8192

@@ -60,7 +60,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import check_attention, check_qkv, check_shapes
 from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
@@ -68,7 +67,7 @@ from earlyfusion.kernels.products import (
     wide_bmm,
     without_autocast,
 )
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Segments, check_attention, check_qkv, check_shapes
 
 try:
     from torch.nn.attention import varlen as _varlen

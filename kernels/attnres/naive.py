@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_sources
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.segments import check_sources
 
 Rows = tuple[Tensor, ...]
 

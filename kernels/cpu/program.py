@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.cpu.build import AT, INT, REAL, compiled, library, run_shared
+from earlyfusion.kernels.segments import check_shapes, check_tensors
 
 ROWS_AT_ONCE = 128
 """Rows that go through all layers together: their activations stay in the cache."""

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_conv
 from earlyfusion.kernels.kda.naive import wide_dtype
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Segments, check_conv
 
 # Pre-activation, gradient and inputs of a block are all in the cache at once.
 _BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: measured best among 16 KiB to 8 MiB on a CPU core

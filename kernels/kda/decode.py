@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import INTEGERS, Inputs, check_kda, check_shapes, check_tensors
 from earlyfusion.kernels.dispatch import load
 from earlyfusion.kernels.kda.naive import check_lower_bound, l2_normalize, log_decay, wide_dtype
 from earlyfusion.kernels.launch import on_device, power_of_two
 from earlyfusion.kernels.products import accumulate_dtype, without_autocast
+from earlyfusion.kernels.segments import INTEGERS, Inputs, check_kda, check_shapes, check_tensors
 
 MAX_DIM = 256
 

@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import Inputs, check_kda, check_shapes
 from earlyfusion.kernels.products import without_autocast
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Inputs, Segments, check_kda, check_shapes
 
 L2_EPS = 1e-6
 

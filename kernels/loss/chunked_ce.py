@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import check_loss, check_temperature
 from earlyfusion.kernels.loss.naive import IGNORE
 from earlyfusion.kernels.products import (
     accumulate_dtype,
@@ -35,6 +34,7 @@ from earlyfusion.kernels.products import (
     wide_mm,
     without_autocast,
 )
+from earlyfusion.kernels.segments import check_loss, check_temperature
 
 # The logits of a chunk are written once and read twice.
 MOST_ROWS = 1024  # of logits computed at once: the workspace is two float32 [rows, V]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_loss, check_temperature
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.segments import check_loss, check_temperature
 
 IGNORE = -100  # the label of a position without a loss, as in torch.nn.functional.cross_entropy
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_experts
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.segments import check_experts
 
 
 def moe_experts(

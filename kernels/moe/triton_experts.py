@@ -33,10 +33,10 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attention.triton.flash import dot
-from earlyfusion.kernels.checks import FLOATS, check_experts, check_tensors
 from earlyfusion.kernels.launch import check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
 from earlyfusion.kernels.products import compute_dtype
+from earlyfusion.kernels.segments import FLOATS, check_experts, check_tensors
 
 
 # It travels into the kernels whole.

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.segments import check_shapes
 
 Coefficients = tuple[tuple[float, float, float], ...]
 

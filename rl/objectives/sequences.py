@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.checks import check_shapes
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Segments, check_shapes
 
 
 class Groups(NamedTuple):

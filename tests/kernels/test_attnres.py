@@ -6,15 +6,15 @@ import torch
 from cases import Form, forms, randn, refused
 from cases import values_and_gradients as values
 
-from earlyfusion.kernels.attnres import naive, triton_merge, triton_phase1, two_phase
+from earlyfusion.kernels.attnres import naive, triton_two_phase, two_phase
 
 
 class triton:
     """Both files as one form."""
 
-    phase1 = triton_phase1.phase1
+    phase1 = triton_two_phase.phase1
     # Alone, a merge is torch's.
-    merge, step = two_phase.merge, triton_merge.step
+    merge, step = two_phase.merge, triton_two_phase.step
 
 
 EPS, NORM_EPS = 1e-5, 1e-6

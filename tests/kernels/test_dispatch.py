@@ -69,3 +69,11 @@ def test_unknown_names_are_refused_with_the_nearest_one(monkeypatch):
     monkeypatch.setenv(dispatch.ENVIRONMENT, "tritn")
     with pytest.raises(ValueError, match="did you mean 'triton'"):
         dispatch.resolve("kda", "cpu")
+
+
+def test_another_room_may_register_an_operation(monkeypatch):
+    monkeypatch.setattr(dispatch, "REGISTRY", dict(dispatch.REGISTRY))
+    dispatch.register("length", "naive", "builtins:len")
+    assert dispatch.resolve("length", "cpu")([1, 2]) == 2
+    with pytest.raises(ValueError, match="did you mean 'naive'"):
+        dispatch.register("length", "naiv", "builtins:len")

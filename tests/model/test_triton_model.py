@@ -23,13 +23,13 @@ STEP = {
     "kda.triton.conv:short_conv",
     "kda.triton.kda:kda",
     "attention.triton.flash:attention",
-    "attention.triton.max_logit:max_logit",
+    "attention.triton.flash:max_logit",
     "moe.triton_experts:moe_experts",
     "loss.triton_rows:linear_cross_entropy",
     "loss.triton_rows:token_log_probs",
 }
 IMAGES = {"attention.triton.rope:qkv_rope"}
-BLOCKS = {"attnres.triton_merge:block", "attnres.triton_phase1:phase1"}
+BLOCKS = {"attnres.triton_two_phase:block", "attnres.triton_two_phase:phase1"}
 CALLED = {
     "block": STEP | IMAGES | BLOCKS,
     "one block, recomputed": STEP | IMAGES | BLOCKS,
@@ -41,7 +41,7 @@ CALLED = {
 
 ENGINE = {
     "kda.decode:decode",
-    "attention.triton.decode:mla_decode",
+    "attention.triton.flash:mla_decode",
     "attention.triton.flash:attention_append",
 }
 

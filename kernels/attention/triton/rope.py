@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attention.triton.flash import split_dim
-from earlyfusion.kernels.checks import check_qkv, check_tensors
 from earlyfusion.kernels.launch import on_device
+from earlyfusion.kernels.segments import check_qkv, check_tensors
 
 ROWS = 16
 

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.checks import FLOATS, check_conv, check_tensors
 from earlyfusion.kernels.kda import conv
 from earlyfusion.kernels.launch import on_device
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import FLOATS, Segments, check_conv, check_tensors
 
 TILE_C = 64
 

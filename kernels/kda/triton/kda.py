@@ -2,7 +2,7 @@
 
 Forward: token-parallel preparation (kernels/kda/triton/prep.py), then scan and output in residual form
 (kernels/kda/triton/scan.py). Backward: the preparation again, both scans in one launch, then every gradient
-of a chunk in one (kernels/kda/triton/grad.py). Saved in between: the inputs, and with segments their first
+of a chunk in one (kernels/kda/triton/prep.py). Saved in between: the inputs, and with segments their first
 states. Where documents times heads are too few to fill the device, each direction gets two more launches that
 make segments of a document independent.
 
@@ -30,13 +30,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.checks import FLOATS, Inputs, check_kda, check_shapes, check_tensors
 from earlyfusion.kernels.kda.naive import check_lower_bound
-from earlyfusion.kernels.kda.triton.grad import chunk_gradients
-from earlyfusion.kernels.kda.triton.prep import prep
+from earlyfusion.kernels.kda.triton.prep import chunk_gradients, prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, dot_dtype, hardware, interpreted, on_device
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import FLOATS, Inputs, Segments, check_kda, check_shapes, check_tensors
 
 FP32 = torch.float32
 
