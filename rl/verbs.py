@@ -34,7 +34,7 @@ VERBS |= {
 WAYS = {
     "average": Verb("earlyfusion.rl.long2short.average:average", "merge the weights of two or more models"),
     "shortest": Verb(
-        "earlyfusion.rl.long2short.shortest:shortest", "shortest right answers as documents for SFT"
+        "earlyfusion.rl.long2short.samples:shortest", "shortest right answers as documents for SFT"
     ),
     "dpo": Verb("earlyfusion.rl.long2short.dpo:dpo", "preference training for shorter answers"),
 }

@@ -11,7 +11,7 @@ function of the seed and the step.
 OUT holds samples.jsonl, pairs.jsonl, metrics.jsonl, heldout/{before,after}.jsonl, checkpoints, model,
 summary.json and report.html.
 
-Legend: P pairs of the run, B pairs of a row, N distinct answers of a row, U tokens of them.
+Legend: P pairs of the run, B pairs of a row, U tokens of their answers.
 """
 
 from __future__ import annotations
@@ -168,10 +168,6 @@ def dpo_loss(logp_B2: Tensor, reference_B2: Tensor, beta: float = 0.1) -> tuple[
     ours_B, theirs_B = (wide(one_B2[:, 0]) - wide(one_B2[:, 1]) for one_B2 in (logp_B2, reference_B2))
     margins_B = beta * (ours_B - theirs_B.detach())
     return -F.logsigmoid(margins_B).sum() / max(1, margins_B.numel()), margins_B.detach()
-
-
-Held = dict[tuple[int, int], Piece]
-"""Answers of a row, by the numbers of problem and answer."""
 
 
 # ---- Before and after: held-out problems, paired by problem.
@@ -409,24 +405,20 @@ class DpoRun:
         """Read the log-probabilities of the model, before it is trained."""
         with torch.no_grad():
             for row, held in self.rows(range(len(self.pairs))):
-                self.reference_P2[row] = self.log_probs(row, held).cpu()
+                self.reference_P2[row] = self.log_probs(held).cpu()
 
-    def log_probs(self, row: Sequence[int], held: Held) -> Tensor:
-        """Of the chosen and of the rejected answers of these pairs, [B, 2]."""
-        pieces = list(held.values())
+    def log_probs(self, pieces: Sequence[Piece]) -> Tensor:
+        """Of the chosen and of the rejected answers of a row, [B, 2]."""
         lengths = [piece.length for piece in pieces]
         logp_U = self.learner.log_probs(pieces, torch.ones(sum(lengths)), replay=False)
-        logp_N = sequence_sums(logp_U, Segments.from_lengths(lengths))
-        places = {key: n for n, key in enumerate(held)}
-        pairs = [self.pairs[p] for p in row]
-        return logp_N[torch.tensor([[places[g, i], places[g, j]] for g, i, j in pairs])]
+        return sequence_sums(logp_U, Segments.from_lengths(lengths)).unflatten(0, (-1, 2))
 
     def gradients(self, batch: Sequence[int], whole: int) -> dict[str, float]:
         """Add the gradients of these pairs of an update of `whole` pairs. Returns sums over them: loss,
         margins, margins above 0, chosen and rejected log ratios to the start, tokens of the rows, pairs."""
         sums: dict[str, float] = dict.fromkeys(SUMS, 0.0)
         for row, held in self.rows(batch):
-            logp_B2 = self.log_probs(row, held)
+            logp_B2 = self.log_probs(held)
             start_B2 = self.reference_P2[row].to(logp_B2.device)
             mean, margins_B = dpo_loss(logp_B2, start_B2, self.options.beta)
             loss = mean * (len(row) / whole)
@@ -435,30 +427,29 @@ class DpoRun:
             (loss + self.model.vision_anchor()).backward()
 
             chosen, rejected = (logp_B2.detach() - start_B2).double().sum(0)
-            tokens = sum(piece.trajectory.total for piece in held.values())
+            tokens = sum(piece.trajectory.total for piece in held)
             told = (loss.detach(), margins_B.sum(), (margins_B > 0).sum(), chosen, rejected, tokens, len(row))
             for name, value in zip(SUMS, told):
                 sums[name] += float(value)
         return sums
 
-    def rows(self, batch: Sequence[int]) -> Iterator[tuple[list[int], Held]]:
-        """Pairs in rows of at most row_tokens, with the answers that each row holds; both answers of a pair
-        stand in one row, equal ones once."""
+    def rows(self, batch: Sequence[int]) -> Iterator[tuple[list[int], list[Piece]]]:
+        """Pairs in rows of at most row_tokens (one that is longer makes its own), with the chosen and the
+        rejected answer of each."""
         row: list[int] = []
-        held: Held = {}
-        # Pairs of one problem share their answers, if they stand in one row.
-        for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
+        held: list[Piece] = []
+        tokens = 0
+        for p in batch:
             number, *two = self.pairs[p]
-            both = {(number, i): Piece(self.answered[number].trajectory(i), [i]) for i in two}
-            joined = held | both
-            if (
-                row
-                and sum(piece.trajectory.total for piece in joined.values()) > self.config.train.row_tokens
-            ):
+            # Pairs of one problem seldom meet in an update: a chosen answer is not looked for twice.
+            both = [Piece(self.answered[number].trajectory(i), [i]) for i in two]
+            more = sum(piece.trajectory.total for piece in both)
+            if row and tokens + more > self.config.train.row_tokens:
                 yield row, held
-                row, joined = [], both
+                row, held, tokens = [], [], 0
             row.append(p)
-            held = joined
+            held += both
+            tokens += more
         if row:
             yield row, held
 

@@ -24,7 +24,6 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
@@ -70,16 +69,12 @@ class Arm(Section):
     tasks: list[str] = Field(min_length=1)
     """Labels of the prompts: "{skill}/picture", "{skill}/twin", "{skill}/picture/thought",
     "{unrelated}/picture", ..."""
-    documents: dict[str, float] = {}
-    """Label -> weight of curated documents (kind "problems") in place of the replay."""
-    replay: bool = False
-    """Curated documents of the study's `replay`."""
     against: list[str] = []
     """Controls of this arm besides random, sft, text and unrelated."""
     power: float = Field(1.0, gt=0)
     """Power of its scores (TaskEntry.power), for skills that pay partial credit."""
     config: dict[str, Any] = {}
-    """Laid over the study's [rl]."""
+    """Laid over the study's [rl]; `data.sources` in it are curated documents."""
 
     @property
     def thought(self) -> bool:
@@ -105,8 +100,6 @@ class StudyConfig(Section):
     rl: dict[str, Any] = {}
     """Recipe of `earlyfusion rl` without tasks, for all arms."""
     arms: list[Arm] = Field(min_length=1)
-    replay: list[dict[str, Any]] = []
-    """Data sources of the arms with `replay`."""
 
     @field_validator("skill", "unrelated")
     @classmethod
@@ -131,8 +124,6 @@ class StudyConfig(Section):
             for other in arm.against:
                 if other not in names:
                     raise ValueError(f"arm {arm.name}: against {other!r}; {did_you_mean(other, names)}")
-            if arm.replay and not self.replay:
-                raise ValueError(f"arm {arm.name}: replay without [[replay]] sources")
             # A mistake in an arm is told before hours of pretraining, not after.
             try:
                 validate(self.recipe(arm), RLConfig)
@@ -166,21 +157,6 @@ class StudyConfig(Section):
         tree = merge({"run": {"name": arm.name}, "eval": {"problems": 0}}, merge(self.rl, arm.config))
         tree["tasks"] = [self.entry(text) | {"power": arm.power} for text in arm.tasks]
         tree["eval"].setdefault("tasks", [self.entry("{skill}/picture"), self.entry("{skill}/twin")])
-
-        sources = [dict(source) for source in self.replay] if arm.replay else []
-        for number, (text, weight) in enumerate(arm.documents.items()):
-            entry = self.entry(text)
-            name = entry["name"]
-            # Curated documents: the very problems of the label, answered.
-            options: dict[str, Any] = {"tasks": {name: 1}, "difficulty": {name: entry["difficulty"]}}
-            options |= {"forms": {entry["form"]: 1}, "thought": float(entry["thought"])}
-            source = {"name": f"documents{number}", "kind": "problems", "weight": weight}
-            sources.append({**source, "options": options})
-        # RLConfig takes any table as data; what is wrong in it would show at the first step.
-        for source in sources:
-            SourceConfig.model_validate(source)
-        if sources:
-            tree["data"] = {"seed": 0, **tree.get("data", {}), "sources": sources}
         return tree
 
     def entry(self, text: str) -> dict[str, Any]:
@@ -272,7 +248,7 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
             folder, number = run_folder(out, seed, arm.name, run), 1000 * seed + run + 1
             words = ["earlyfusion.rl.train", str(folder / "arm.toml"), "--init-from", str(start)]
             words.append(f"--run.seed={number}")
-            if arm.replay or arm.documents:
+            if "data" in arm.config:
                 words.append(f"--data.seed={number}")
             runs.append(add(f"run/p{seed}/{arm.name}/r{run}", folder, words, needs))
             file = measured_file(out, seed, arm.name, run)

@@ -10,8 +10,7 @@ from rl_cases import problem_of
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.average import mean_state
 from earlyfusion.rl.long2short.dpo import Pair, batches, compared, dpo_loss, make_pairs, pair_lines
-from earlyfusion.rl.long2short.samples import Answer, Answered
-from earlyfusion.rl.long2short.shortest import lengths
+from earlyfusion.rl.long2short.samples import Answer, Answered, lengths
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.prompts import Prompt, encode_prompt
 

@@ -20,7 +20,7 @@ from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import compose, to_toml, validate
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.study import runner as running
+from earlyfusion.rl.study import transfer as running
 from earlyfusion.rl.study.analysis import analyse
 from earlyfusion.rl.study.measure import measure_seed
 from earlyfusion.rl.study.plan import (
@@ -33,8 +33,7 @@ from earlyfusion.rl.study.plan import (
     start_of,
     write_recipes,
 )
-from earlyfusion.rl.study.runner import Runner
-from earlyfusion.rl.study.transfer import headline, write_report
+from earlyfusion.rl.study.transfer import Runner, headline, write_report
 
 DRAWS = 500
 NULL = "no difference shown"
@@ -172,7 +171,6 @@ def arm(name="a", **more) -> dict:
         ({"primary": "rendered", "measure": {"forms": ["twin"]}}, "primary"),
         (arm("none"), "name of its own"),
         (arm(against=["b"]), "against 'b'"),
-        (arm(replay=True), "replay"),
         (arm(config={"rollout": {"promts": 1}}), "promts"),
     ],
 )
