@@ -11,7 +11,7 @@ Legend: T tokens, N documents.
 What operations ask of their arguments. An argument's name says its shape: q_THK is [T, H, K].
 
 Kernels trust their pointers, so what could make one read outside its tensor is refused here. First the checks
-that all share, then those of single operations, which every form of one calls.
+that all share, then those of single operations, which every form of one but the definition calls.
 
 Legend: T tokens, H query heads, G key/value heads, K key dim, V value dim; others with their operation.
 """
@@ -338,3 +338,10 @@ def check_temperature(temperature: float) -> None:
     """Raise ValueError unless the temperature is positive."""
     if not temperature > 0:
         raise ValueError(f"token_log_probs: temperature is {temperature}; expected a positive number")
+
+
+def check_batch(G_Bmn: Tensor) -> None:
+    """Raises ValueError unless G is a floating-point batch of matrices [B, m, n]."""
+    check_shapes("newton_schulz", G_Bmn=G_Bmn)
+    if not G_Bmn.is_floating_point():
+        raise ValueError(f"newton_schulz: G_Bmn is {G_Bmn.dtype}; expected a float dtype")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
-from earlyfusion.kernels.cpu.build import status
+from earlyfusion.kernels.cpu.program import status
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.products import quick

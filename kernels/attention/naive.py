@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
-from earlyfusion.kernels.segments import Segments, check_append, check_attention, check_decode, check_qkv
+from earlyfusion.kernels.segments import Segments
 
 
 def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -> Tensor:
@@ -56,10 +56,7 @@ def attention(
     Returns:
         ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.products`) and
         the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
-    Raises:
-        ValueError: head counts or dims do not fit, or the row does not match ``segments``.
     """
-    check_attention(q_THD, k_TGD, v_TGV, segments)
     out_dtype = compute_dtype(q_THD, k_TGD, v_TGV)
     dtype = accumulate_dtype(out_dtype)
     repeats = q_THD.shape[1] // k_TGD.shape[1]
@@ -90,11 +87,7 @@ def attention_append(
     q_THD: the last ``segments.lengths[n]`` tokens of document n, of which k_LGD and v_LGV hold all
     ``key_segments.lengths[n]`` tokens, the newest included: a prompt read in chunks, or continued after a
     shared prefix.
-
-    Raises:
-        ValueError: shapes do not fit, or a document has fewer keys than new tokens.
     """
-    check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
     outputs = [q_THD.new_zeros(0, q_THD.shape[1], v_LGV.shape[2], dtype=compute_dtype(q_THD, k_LGD, v_LGV))]
     for first, new, begin, length in zip(
         segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths
@@ -148,10 +141,7 @@ def mla_decode(
         lengths_B: cached tokens of every sequence, the newest included; 0 for an idle slot.
     Returns:
         mixed_BHr: mixed latents in the query's dtype (zeros for an idle slot).
-    Raises:
-        ValueError: shapes or dtypes do not fit.
     """
-    check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
     wide = torch.promote_types(query_BHR.dtype, torch.float32)
     # Whole pages are gathered; what lies past the end is masked.
     rows_BLR = pages_PSR[table_BN.long().clamp(0, pages_PSR.shape[0] - 1)].flatten(1, 2).to(wide)
@@ -170,7 +160,6 @@ def mla_decode(
 
 def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The definition, pair by pair in real numbers. Returns ``(q_THD, k_THD, v_THD)`` in the dtype of qkv."""
-    check_qkv(qkv_T3HD, turns_TC)
     q, k, v = qkv_T3HD.unbind(1)
     wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
     cos, sin = turns_TC.real[:, None].to(wide), turns_TC.imag[:, None].to(wide)

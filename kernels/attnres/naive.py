@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
-from earlyfusion.kernels.segments import check_sources
 
 Rows = tuple[Tensor, ...]
 
@@ -46,10 +45,7 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, 
         ``(S mixtures [T, D], S log-sum-exps [T], the n sources)``: the mixtures in the sources' dtype and log
         sum_i exp(s_i), float32 (float64 for float64). Go on with the returned sources: a fused form adds the
         gradient of all later blocks to them inside its own backward kernel.
-    Raises:
-        ValueError: no sources, or shapes differ.
     """
-    check_sources(sources, qw_SD.shape[-1])
     dtype = accumulate_dtype(sources[0].dtype)
     with without_autocast(qw_SD):
         v_nTD = torch.stack([source.to(dtype) for source in sources])

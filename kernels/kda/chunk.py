@@ -399,14 +399,6 @@ def descend(
             torch.addcmul(update, target, decay, out=target)
 
 
-class Options(NamedTuple):
-    """What shapes a call besides its tensors."""
-
-    lower_bound: float | None
-    scale: float
-    grid: Grid
-
-
 # Cheaper to make twice than to keep: five tensors of the size of the inputs, for one pass over them.
 class _Operands(NamedTuple):
     """The inputs in chunks, normalised and activated; made again by the backward."""
@@ -448,12 +440,12 @@ def _normalize_backward(
     return grid.rows(dx_BCK).mul_(norm_TH1).to(x.dtype)
 
 
-def _operands(x: Inputs, opts: Options, dtype: torch.dtype) -> _Operands:
-    grid, group = opts.grid, x.v.shape[1] // x.q.shape[1]
-    q_BCK, norm_q = _normalized(x.q.to(dtype), opts.scale, group, grid)
+def _operands(x: Inputs, lower_bound: float | None, grid: Grid, dtype: torch.dtype) -> _Operands:
+    group = x.v.shape[1] // x.q.shape[1]
+    q_BCK, norm_q = _normalized(x.q.to(dtype), x.q.shape[2] ** -0.5, group, grid)
     k_BCK, norm_k = _normalized(x.k.to(dtype), 1.0, group, grid)
 
-    g_TGK = log_decay(x.f, x.A_log, x.dt_bias, opts.lower_bound).to(dtype)
+    g_TGK = log_decay(x.f, x.A_log, x.dt_bias, lower_bound).to(dtype)
     alpha_TGK = g_TGK.exp()
     alpha_RGK = grid.spread(alpha_TGK)
     # A document start forgets everything before it; a row that holds no token forgets nothing.
@@ -466,11 +458,13 @@ def _operands(x: Inputs, opts: Options, dtype: torch.dtype) -> _Operands:
 
 class _ChunkKDA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, opts: Options, initial: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        x, grid = Inputs(*tensors), opts.grid
+    def forward(
+        ctx: Any, lower_bound: float | None, grid: Grid, initial: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = Inputs(*tensors)
         dtype, value_dim = wide_dtype(x.q, x.v), x.v.shape[2]
         with without_autocast(x.q):
-            made = _operands(x, opts, dtype)
+            made = _operands(x, lower_bound, grid, dtype)
             tree, P, T = climb(made.q_BCK, made.k_BCK, made.alpha_BCK, made.beta_BC1, keep=False)
             # With beta there are scores; mypy cannot know.
             assert P is not None and T is not None
@@ -490,17 +484,17 @@ class _ChunkKDA(torch.autograd.Function):
             # Empty on the flat grid, where nobody asked for states.
             final = after.index_select(0, grid.tail_D)
         ctx.save_for_backward(initial, P, T, R, before, after, *x)
-        ctx.opts = opts
+        ctx.settings = lower_bound, grid
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         initial, P, T, R, before, after, *tensors = ctx.saved_tensors
-        x, opts, dtype = Inputs(*tensors), ctx.opts, R.dtype
-        grid, group = opts.grid, x.v.shape[1] // x.q.shape[1]
+        x, (lower_bound, grid), dtype = Inputs(*tensors), ctx.settings, R.dtype
+        group, scale = x.v.shape[1] // x.q.shape[1], x.q.shape[2] ** -0.5
         with without_autocast(x.q):
-            made = _operands(x, opts, dtype)
+            made = _operands(x, lower_bound, grid, dtype)
             tree, _, _ = climb(made.q_BCK, made.k_BCK, made.alpha_BCK, None, keep=True)
 
             # Through the states: D is the gradient of the state after every chunk.
@@ -532,7 +526,7 @@ class _ChunkKDA(torch.autograd.Function):
             # noise.
             dg_TGK = dg_TGK.masked_fill(made.g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
             gate = x.A_log, x.dt_bias
-            df, dA_log, ddt_bias = log_decay_backward(dg_TGK, x.f, made.g_TGK, *gate, opts.lower_bound)
+            df, dA_log, ddt_bias = log_decay_backward(dg_TGK, x.f, made.g_TGK, *gate, lower_bound)
 
             # A token reading itself: no decay in between.
             same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
@@ -540,8 +534,9 @@ class _ChunkKDA(torch.autograd.Function):
             dk.add_(dtail).addcmul_(made.q_BCK, same_BC1)
             return (
                 None,
+                None,
                 dinitial,
-                _normalize_backward(dq, made.q_BCK, made.norm_q_TH1, opts.scale, x.q, group, grid),
+                _normalize_backward(dq, made.q_BCK, made.norm_q_TH1, scale, x.q, group, grid),
                 _normalize_backward(dk, made.k_BCK, made.norm_k_TH1, 1.0, x.k, group, grid),
                 grid.rows(minus_dV.neg_()).to(x.v.dtype),
                 df.to(x.f.dtype),
@@ -622,15 +617,15 @@ def kda(
 
     # States come in or go out at document borders, which then must be chunk borders.
     aligned = output_final_state or initial_state_NGKV is not None
-    options = Options(
-        lower_bound=lower_bound,
-        scale=q_THK.shape[2] ** -0.5,
-        grid=chunk_grid(segments, chunk, aligned, dtype, q_THK.device),
-    )
-    o_TGV, final_NGKV = _ChunkKDA.apply(options, initial_state_NGKV, *x)
+
+    def run(aligned: bool) -> tuple[Tensor, Tensor]:
+        grid = chunk_grid(segments, chunk, aligned, dtype, q_THK.device)
+        found: tuple[Tensor, Tensor] = _ChunkKDA.apply(lower_bound, grid, initial_state_NGKV, *x)
+        return found
+
+    o_TGV, final_NGKV = run(aligned)
     if not aligned and segments.num > 1 and not o_TGV.detach().sum().isfinite():
         # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours
         # through the masked products. The aligned grid gives no chunk to two documents.
-        options = options._replace(grid=chunk_grid(segments, chunk, True, dtype, q_THK.device))
-        o_TGV, final_NGKV = _ChunkKDA.apply(options, initial_state_NGKV, *x)
+        o_TGV, final_NGKV = run(True)
     return o_TGV, final_NGKV if output_final_state else None

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.products import without_autocast
-from earlyfusion.kernels.segments import Inputs, Segments, check_kda, check_shapes
+from earlyfusion.kernels.segments import Segments
 
 L2_EPS = 1e-6
 
@@ -54,8 +54,6 @@ def kda_step(
     Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new
     state_BGKV).
     """
-    x = Inputs(q_BHK, k_BHK, v_BGV, f_BGK, b_BG, A_log_G, dt_bias_GK)
-    check_kda("kda_step", x, state_BGKV.shape[0])
     dtype = wide_dtype(q_BHK, v_BGV, state_BGKV)
     group = v_BGV.shape[1] // q_BHK.shape[1]
     scale = q_BHK.shape[-1] ** -0.5
@@ -104,15 +102,10 @@ def kda(
 
     Returns:
         (o_TGV in the dtype of v, final_state_NGKV in float32, or float64 for float64 inputs, or None).
-
-    Raises:
-        ValueError: shapes do not fit each other or the segments.
     """
-    x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
-    sizes = check_kda("kda", x, segments.total)
-    shape = segments.num, sizes["G"], sizes["K"], sizes["V"]
-    state_NGKV = initial_state_NGKV
+    rows, state_NGKV = (q_THK, k_THK, v_TGV, f_TGK, b_TG), initial_state_NGKV
     if state_NGKV is None:
+        shape = segments.num, *f_TGK.shape[1:], v_TGV.shape[2]
         state_NGKV = torch.zeros(shape, dtype=wide_dtype(q_THK, v_TGV), device=v_TGV.device)
 
     # The empty first parts keep the dtype and the shape where there is no document at all.
@@ -121,7 +114,7 @@ def kda(
         state = state_NGKV[n : n + 1]
         for t in range(start, start + length):
             # A token is a batch of one sequence, so that decoding and training share one law.
-            q, k, v, f, b = (tensor[t : t + 1] for tensor in x[:5])
+            q, k, v, f, b = (tensor[t : t + 1] for tensor in rows)
             o, state = kda_step(q, k, v, f, b, A_log_G, dt_bias_GK, state, lower_bound)
             outputs.append(o)
         states.append(state)
@@ -145,7 +138,6 @@ def short_conv(
         (y_TC in the dtype of x, taps_NCW1 or None): taps are the last W - 1 inputs of each document, oldest
         first, including the initial taps where the document is shorter than W - 1.
     """
-    check_shapes("short_conv", {"T": segments.total}, x_TC=x_TC, weight_CW=weight_CW)
     channels, width = weight_CW.shape
     dtype = wide_dtype(x_TC, weight_CW)
     taps_NCW1 = initial_taps_NCW1

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
     """
 
     statistics: Callable[[Tensor, Tensor, bool], Statistics]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statistics:
@@ -69,10 +69,8 @@ def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statist
     return Statistics(lse_R, logits_RV.gather(1, labels_R[:, None])[:, 0], mean_R, p_RV)
 
 
-def _gradient(
-    p_RV: Tensor, lse_R: Tensor, labels_R: Tensor, soft_R: Tensor, hot_R: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return p_RV.mul_(soft_R[:, None]).scatter_add_(1, labels_R[:, None], -hot_R[:, None]).to(dtype)
+def _gradient(p_RV: Tensor, lse_R: Tensor, labels_R: Tensor, slope_R: Tensor, dtype: torch.dtype) -> Tensor:
+    return p_RV.mul_(slope_R[:, None]).scatter_add_(1, labels_R[:, None], -slope_R[:, None]).to(dtype)
 
 
 TORCH_ROWS = Rows(_statistics, _gradient)
@@ -146,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # Gradients are made here for an upstream of one: the loss is linear, so the backward only
                 # scales.
                 if any(wants):
-                    dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, w_R, w_R, chunks.dtype)
+                    dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, w_R, chunks.dtype)
                     chunks.add(rows_R, dlogits_RV, h_RD)
         ctx.gradients = chunks.dh_TD, chunks.dweight_VD, weight_VD.dtype
         ctx.mark_non_differentiable(nll_T)
@@ -198,7 +196,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 # Each token has its own upstream gradient, so the logits are computed again.
                 lse_R, _, _, kept_RV = rows.statistics(logits_RV.div_(temperature), labels_R, False)
                 slope_R = -dlogp_T[rows_R].to(lse_R.dtype) / temperature
-                dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, slope_R, chunks.dtype)
+                dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, chunks.dtype)
                 chunks.add(rows_R, dlogits_RV, h_RD)
         dweight_VD = chunks.dweight_VD
         if dweight_VD is not None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, without_autocast
-from earlyfusion.kernels.segments import check_loss, check_temperature
 
 IGNORE = -100  # the label of a position without a loss, as in torch.nn.functional.cross_entropy
 
@@ -40,10 +39,7 @@ def linear_cross_entropy(
     Returns:
         ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
         in nats, 0 at skipped positions.
-    Raises:
-        ValueError: shapes or dtypes do not belong together.
     """
-    check_loss(h_TD, weight_VD, labels_T, loss_weights_T)
     counted_T = (labels_T != IGNORE) & (loss_weights_T != 0)
     # All of them: this is the memory that the other forms avoid.
     logits_TV = _logits(h_TD, weight_VD)
@@ -67,11 +63,7 @@ def token_log_probs(
     Returns:
         ``(logp_T, entropy_T)`` in nats, float32 (float64 for float64), 0 where the label is -100. The first
         is differentiable, the second detached.
-    Raises:
-        ValueError: shapes or dtypes do not belong together, or the temperature is not positive.
     """
-    check_loss(h_TD, weight_VD, labels_T, labels_T)
-    check_temperature(temperature)
     counted_T = labels_T != IGNORE
     logp_TV = torch.log_softmax(_logits(h_TD, weight_VD) / temperature, dim=-1)
     picked_T = logp_TV.gather(1, labels_T.where(counted_T, 0)[:, None])[:, 0]

@@ -1,7 +1,7 @@
 """The logits of one chunk on a GPU: one pass for the softmax statistics, one for the gradient, in place.
 
 ``statistics`` keeps a running maximum and rescaled sums, so a row is read once. ``gradient`` overwrites the
-float32 logits with dlogits = soft * exp(logit - lse) - hot * onehot; in half precision the result takes the
+float32 logits with dlogits = slope * (exp(logit - lse) - onehot); in half precision the result takes the
 first half of each row's bytes, so that a chunk needs one float32 [R, V] and nothing else. A program owns a
 row: it reads a tile, waits for all its threads, and writes behind what it has read.
 
@@ -61,15 +61,15 @@ def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.const
 
 
 @triton.jit
-def row_gradient(logits_RV, out_RV, labels_R, lse_R, soft_R, hot_R, V, out_stride, BV: tl.constexpr):
+def row_gradient(logits_RV, out_RV, labels_R, lse_R, slope_R, V, out_stride, BV: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     label, lse = tl.load(labels_R + row), tl.load(lse_R + row)
-    soft, hot = tl.load(soft_R + row), tl.load(hot_R + row)
+    slope = tl.load(slope_R + row)
     for start in range(0, V, BV):
         col = start + tl.arange(0, BV)
         x = tl.load(logits_RV + row * V + col, mask=col < V, other=float("-inf"))
         tl.debug_barrier()  # the store may cover logits that other threads of this row are still reading
-        g = soft * tl.exp(x - lse) - tl.where(col == label, hot, 0.0)
+        g = slope * tl.exp(x - lse) - tl.where(col == label, slope, 0.0)
         tl.store(out_RV + row * out_stride + col, g.to(out_RV.dtype.element_ty), mask=col < V)
 
 
@@ -96,7 +96,7 @@ def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statist
 
 
 def _gradient(
-    kept_RV: Tensor, lse_R: Tensor, labels_R: Tensor, soft_R: Tensor, hot_R: Tensor, dtype: torch.dtype
+    kept_RV: Tensor, lse_R: Tensor, labels_R: Tensor, slope_R: Tensor, dtype: torch.dtype
 ) -> Tensor:
     rows, vocabulary = kept_RV.shape
     # The narrower gradient lies over the first bytes of each row's logits.
@@ -107,8 +107,7 @@ def _gradient(
             out_RV,
             labels_R,
             lse_R,
-            soft_R.contiguous(),
-            hot_R.contiguous(),
+            slope_R.contiguous(),
             vocabulary,
             out_RV.stride(0),
             BV=_tile(vocabulary),

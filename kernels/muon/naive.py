@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.segments import check_shapes
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -52,32 +51,17 @@ PRESETS: dict[str, Coefficients] = {
 
 
 def coefficients(preset: str) -> Coefficients:
-    """The triples of a preset.
-
-    Raises:
-        ValueError: no such preset; the nearest name is given.
-    """
+    """The triples of a preset."""
     if preset not in PRESETS:
         raise ValueError(f"unknown Newton-Schulz preset {preset!r}; {did_you_mean(preset, PRESETS)}")
     return PRESETS[preset]
-
-
-def check_batch(G_Bmn: Tensor) -> None:
-    """Raises ValueError unless G is a floating-point batch of matrices [B, m, n]."""
-    check_shapes("newton_schulz", G_Bmn=G_Bmn)
-    if not G_Bmn.is_floating_point():
-        raise ValueError(f"newton_schulz: G_Bmn is {G_Bmn.dtype}; expected a float dtype")
 
 
 def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dtype | None = None) -> Tensor:
     """Approximate polar factors O_Bmn of G_Bmn, in G's dtype.
 
     dtype: that of the iteration; None takes fp64 for fp64 input and fp32 for everything else.
-
-    Raises:
-        ValueError: unknown preset, or G is not a floating-point [B, m, n].
     """
-    check_batch(G_Bmn)
     steps = coefficients(preset)
     if dtype is None:
         dtype = torch.float64 if G_Bmn.dtype == torch.float64 else torch.float32

@@ -28,7 +28,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.muon.naive import EPS, check_batch, coefficients
+from earlyfusion.kernels.muon.naive import EPS, coefficients
+from earlyfusion.kernels.segments import check_batch
 
 ASPECT = 1.5  # l / s from which the Gram form has fewer operations
 RESTARTS = (2, 5, 8)  # steps before which X is formed

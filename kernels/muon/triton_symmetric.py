@@ -18,8 +18,7 @@ from torch import Tensor
 from earlyfusion.kernels.attention.triton.flash import dot
 from earlyfusion.kernels.launch import on_device, power_of_two
 from earlyfusion.kernels.muon import newton_schulz as plain
-from earlyfusion.kernels.muon.naive import check_batch
-from earlyfusion.kernels.segments import check_shapes, check_tensors
+from earlyfusion.kernels.segments import check_batch, check_shapes, check_tensors
 
 LEAST_SIDE = 256  # below, half of the tiles is less than what cuBLAS gains by other means
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.cpu import program as cpp
-from earlyfusion.kernels.cpu.build import library
+from earlyfusion.kernels.cpu.program import library
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.model.cache import KdaSlots, MlaPages, Pools, RingSlots
 from earlyfusion.model.decoder import Decoder, Mix

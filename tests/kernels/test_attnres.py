@@ -192,7 +192,7 @@ def test_an_empty_row_is_fine(form):
     assert o.shape == (2, 0, 32) and lse.shape == (2, 0) and (dqw == 0).all()
 
 
-@forms(naive=Form(naive, None, 0), torch=EXACT, triton=TRITON)
+@BOTH
 def test_wrong_sources_are_named(form):
     run = lambda *sources: form.op.phase1(list(sources), torch.zeros(2, 8), EPS)
     refused({"no sources": run, "D = 8": lambda: run(torch.zeros(3, 9))})

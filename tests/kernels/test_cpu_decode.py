@@ -11,22 +11,20 @@ import pytest
 import torch
 from cases import refused
 
-from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.cpu import program as cpp
-from earlyfusion.kernels.cpu.build import compiled
-from earlyfusion.kernels.cpu.program import Sampling
+from earlyfusion.kernels.cpu.program import Sampling, compiled
 
 
 @pytest.fixture
 def anew():
     """For tests that set the environment of the compiler: nothing is known from before, and nothing
     afterwards."""
-    build._library.cache_clear()
+    cpp._library.cache_clear()
     yield
-    build._library.cache_clear()
+    cpp._library.cache_clear()
 
 
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="needs a C++ compiler")
 FUNCTIONS = ("exp", "sigmoid", "softplus", "log", "log_one_minus")
 # Fp32: two units in the last place, relative.
 ROUNDING = 3e-7
@@ -138,14 +136,14 @@ def test_other_dtypes_are_refused():
 @needs_compiler
 def test_the_library_is_built_once(anew, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.library() is not None
+    assert cpp.library() is not None
     made = sorted((tmp_path / "earlyfusion").iterdir())
     assert {path.suffix for path in made} == {".sha256", ".so"} and len(made) == 2
     assert stat.S_IMODE((tmp_path / "earlyfusion").stat().st_mode) == 0o700
-    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
-    build._library.cache_clear()
-    assert build.library() is not None and sorted((tmp_path / "earlyfusion").iterdir()) == made
-    build._library.cache_clear()
+    monkeypatch.setattr(cpp, "_compile", lambda *_: pytest.fail("compiled again"))
+    cpp._library.cache_clear()
+    assert cpp.library() is not None and sorted((tmp_path / "earlyfusion").iterdir()) == made
+    cpp._library.cache_clear()
 
 
 @pytest.fixture
@@ -165,8 +163,8 @@ def kept(anew, monkeypatch, tmp_path):
     folder = tmp_path / "home" / "earlyfusion"
 
     def load():
-        build._library.cache_clear()
-        return build.library(), len(calls.read_text().splitlines()) if calls.exists() else 0
+        cpp._library.cache_clear()
+        return cpp.library(), len(calls.read_text().splitlines()) if calls.exists() else 0
 
     assert load()[1] == 1
     return folder, load, calls
@@ -224,17 +222,17 @@ def test_flags_inside_cxx_are_the_compilers(kept, monkeypatch):
     # Other flags, another library.
     assert len(list(folder.glob("*.so"))) == 2
     monkeypatch.setenv("CXX", "g++ 'unclosed")
-    assert build.compiler() is None
+    assert cpp.compiler() is None
 
 
 def test_without_a_compiler_or_a_wish_there_is_none(anew, monkeypatch):
     monkeypatch.setenv("EF_KERNELS", "torch")
-    assert build.library() is None and "EF_KERNELS=torch" in build.status()
+    assert cpp.library() is None and "EF_KERNELS=torch" in cpp.status()
     monkeypatch.delenv("EF_KERNELS")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert build.library() is None and "no C++ compiler" in build.status()
+        assert cpp.library() is None and "no C++ compiler" in cpp.status()
     with pytest.raises(RuntimeError, match="not compiled on this machine"):
         cpp.pack(torch.zeros(2, 2))
 
@@ -247,13 +245,13 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(anew, monkeypatch, tmp
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="what is this") as said:
-        assert build.library() is None
+        assert cpp.library() is None
     assert "EF_KERNELS=torch" in str(said[0].message) and not list((tmp_path / "earlyfusion").iterdir())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # Told once.
-        assert build.library() is None
-    assert "does not compile" in build.status()
+        assert cpp.library() is None
+    assert "does not compile" in cpp.status()
 
 
 @needs_compiler
@@ -265,7 +263,7 @@ def test_narrower_vectors(options, anew, monkeypatch, tmp_path):
         options[0].startswith("-march") and not torch.cpu._is_avx2_supported()
     ):
         pytest.skip("needs an x86-64 processor with AVX2")
-    monkeypatch.setattr(build, "NATIVE", (options,))
+    monkeypatch.setattr(cpp, "NATIVE", (options,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cpp.panel_width() == (16 if options[0].startswith("-march") else 8)
     test_products_of_any_shape(31, 33, 97, 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import refused
 
-from earlyfusion.kernels.cpu import build
+from earlyfusion.kernels.cpu import program as build
 from earlyfusion.kernels.cpu.program import sample
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 

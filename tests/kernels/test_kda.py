@@ -47,6 +47,8 @@ def laws():
     torch_axes = PACKED, ("spread", "bounded"), (False, True), (0, 1), (16, 32)
     for lengths, regime, states, seed, size in product(*torch_axes):
         yield TORCH, lengths, {"regime": regime, "states": states, "seed": seed}, {"chunk": size}
+    for size in (2, 4, 8, 64, 128):
+        yield TORCH, (45, 2, 90), {"regime": "strong", "seed": 4}, {"chunk": size}
     for states, dims in product((False, True), ((1, 8, 5, 4), (3, 4, 16, 2), (2, 16, 2, 1))):
         yield TORCH, (21, 1, 50), shape(*dims, states=states, seed=2), {}
 
@@ -88,14 +90,6 @@ def test_outputs_and_all_gradients_equal_the_recurrence(form, lengths, sizes, op
     for name, value in want.items():
         factor = 10 if name in SUMS and form is TRITON else 1
         assert relative_error(found[name], value) < factor * form.error, name
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 64, 128])
-def test_the_chunk_length_does_not_change_the_result(size):
-    segments, tensors, bound = inputs((45, 2, 90), seed=4, regime="strong")
-    expected = results(chunk.kda, tensors, segments, bound)
-    found = results(chunk.kda, tensors, segments, bound, chunk=size)
-    assert max(relative_error(found[name], expected[name]) for name in expected) < TORCH.error
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

@@ -181,7 +181,7 @@ def test_autocast_computes_in_bf16_and_returns_gradients_in_the_inputs_dtype():
     assert all(x.dtype == torch.float32 for x in got)
 
 
-@forms(naive=Form(naive, None, 0), torch=TORCH, triton=TRITON)
+@forms(torch=TORCH, triton=TRITON)
 def test_bad_input_names_the_argument(form):
     h, weight, labels, w = tensors(4, 8, 30, dtype=torch.float32)
     loss, logp = form.op.linear_cross_entropy, form.op.token_log_probs

@@ -153,7 +153,7 @@ def test_stacks_of_long_matrices_take_the_gram_form_in_fp16():
     assert not prefers_gram(1, 1024, 2304) and not prefers_gram(8, 1024, 1024)
 
 
-@pytest.mark.parametrize("form", [naive.newton_schulz, *FORMS.values()])
+@ALL
 def test_wrong_input_is_refused(form):
     refused({"polar_express": lambda: form(torch.randn(1, 2, 2), "polar_expres")})
     for bad in (torch.randn(2, 2), torch.randn(1, 1, 2, 2), torch.ones(1, 2, 2, dtype=torch.int64)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from earlyfusion.kernels.cpu import build
+from earlyfusion.kernels.cpu import program as build
 
 sys.path.insert(0, str(Path(__file__).parent))
 

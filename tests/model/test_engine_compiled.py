@@ -18,7 +18,7 @@ from engine_cases import (
 )
 from test_engine_logits import MORE_SHAPES
 
-from earlyfusion.kernels.cpu import build
+from earlyfusion.kernels.cpu import program as build
 from earlyfusion.model.engine import cpu
 from earlyfusion.model.engine.engine import Engine
 
