@@ -21,12 +21,9 @@ points.
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
-import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,25 +34,18 @@ from earlyfusion.eval.protocol import Record
 from earlyfusion.eval.stats import (
     ALPHA,
     Array,
-    bootstrap_interval,
+    Estimate,
     clustered_estimate,
+    combined,
     holm,
-    mcnemar,
-    mean_estimate,
-    questions_and_seeds,
-    sampling_variance,
     seed_estimate,
     sign_flip_p,
     smallest_delta,
-    smallest_delta_of_se,
-    welch,
 )
 
 PUBLISHED = {"mmlu_pro": 0.017, "gpqa_diamond": 0.021}
 """Change after vision RL that the Kimi K2.5 report (arXiv 2602.02276, Table 2) gives; no control arm, no
 error bars."""
-
-HISTOGRAM_BINS = 41
 
 VIEWS = {"blind": "blind_score", "words": "words_score"}
 """Further lines of a task: name -> key of the record. Beside them stands "seeing": score - blind_score."""
@@ -69,15 +59,14 @@ class CompareError(DataError):
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of one run. Question i (in the order of the ids) has the scores `samples[i]`, whose mean is
-    `scores[i]`."""
+    """One task of one run. Question i (in the order of the ids) has the mean score `scores[i]` over its
+    repeats."""
 
     task: str
     view: str
     """"" for the task's own score, else one of VIEWS, or "seeing"."""
     folder: Path
     summary: Record
-    samples: list[list[float]]
     scores: Array
     categories: list[str]
     clusters: list[str]
@@ -153,22 +142,18 @@ def load_task(path: Path, metric: str) -> list[TaskRun]:
     if "blind" in values:
         values["seeing"] = [seen - blind for seen, blind in zip(values[""], values["blind"])]
 
-    # What all lines share: the questions, where they belong, how they were put.
+    # What all lines share: the questions, where they belong, how they were put. Rows stand in the order of
+    # (id, repeat), so the first row of a question speaks for it.
     name = str(summary.get("task") or path.parent.resolve().name)
-    first = {key: row for (key, _), row in reversed(sorted(records.items()))}
-    categories = [str(first[key].get("category") or "all") for key in sorted(first)]
-    clusters = [str(first[key].get("cluster") or key) for key in sorted(first)]
-    prompts = {key: str(row.get("prompt_hash")) for key, row in records.items()}
-    unread = [row["extracted"] is None for row in rows if "extracted" in row]
-    tokens = [row["tokens"] for row in rows if row.get("tokens") is not None]
-    answers = (("unextracted", unread), ("tokens", tokens))
-    said = {what: float(np.mean(known)) for what, known in answers if known}
+    ids, first, place = np.unique([key for key, _ in sorted(records)], return_index=True, return_inverse=True)
+    said = {}
+    if "extracted" in rows[0]:
+        said["unextracted"] = float(np.mean([row.get("extracted") is None for row in rows]))
+    if tokens := [row["tokens"] for row in rows if row.get("tokens") is not None]:
+        said["tokens"] = float(np.mean(tokens))
 
     lines = []
     for view, numbers in values.items():
-        samples: dict[str, list[float]] = defaultdict(list)
-        for (key, _), number in zip(sorted(records), numbers):
-            samples[key].append(number)
         # The view is part of the name: Holm and the tables see tasks of their own. What is said of the
         # answers belongs to the task's own line.
         lines.append(
@@ -177,11 +162,10 @@ def load_task(path: Path, metric: str) -> list[TaskRun]:
                 view=view,
                 folder=path.parent,
                 summary=summary,
-                samples=list(samples.values()),
-                scores=np.array([np.mean(group) for group in samples.values()]),
-                categories=categories,
-                clusters=clusters,
-                prompts=prompts,
+                scores=np.bincount(place, weights=numbers) / np.bincount(place),
+                categories=[str(rows[i].get("category") or "all") for i in first],
+                clusters=[str(rows[i].get("cluster") or key) for i, key in zip(first, ids)],
+                prompts={key: str(row.get("prompt_hash")) for key, row in records.items()},
                 said={} if view else said,
             )
         )
@@ -247,48 +231,63 @@ def _same(a: TaskRun, b: TaskRun) -> None:
 # numbers
 
 
-@dataclass(frozen=True)
-class Options:
-    """How much resampling, and which seeds belong together."""
-
-    draws: int = 2000
-    flips: int = 10_000
-    seed: int = 0
-    paired_seeds: bool = False
-
-
 def compare_arms(
     base: Arm,
     treated: Arm,
     control: Arm | None = None,
     control_base: Arm | None = None,
-    options: Options = Options(),
+    *,
+    paired_seeds: bool = False,
 ) -> Record:
     """The whole comparison as plain data (the JSON file). Raises CompareError for runs that did not ask the
     same.
 
     control: an arm that got everything but the treatment; control_base: where it began (default: base).
+    paired_seeds: run i of base and treated share a training seed.
     """
     arms = [arm for arm in (base, treated, control, control_base) if arm is not None]
     tasks = aligned(arms)
     entries = []
     for task in tasks:
-        entry = _task(base.of(task), treated.of(task), options)
+        sides = {"base": base.of(task), "treated": treated.of(task)}
+        first = sides["base"][0]
+        # Question by question: the order of both is that of the ids, checked by `aligned`.
+        a, b = question_means(sides["base"]), question_means(sides["treated"])
+        entry: Record = {
+            "task": task,
+            "view": first.view,
+            "n": len(a),
+            "clusters": len(set(first.clusters)),
+            "data_hash": first.data_hash,
+            "delta": _tested(b - a, first.clusters),
+            "seeds": None,
+            "categories": _categories(a, b, first),
+            "published": PUBLISHED.get(task),
+            "baselines": {},
+        }
+        if not first.view:
+            metrics = first.summary.get("metrics") or {}
+            entry["baselines"] = {name: metrics.get(name) for name in ("chance", "majority")}
         if control is not None:
             # Both changes on the same questions, so their difference is paired as well.
-            runs = control.of(task)
-            own = question_means(runs) - question_means((control_base or base).of(task))
-            entry["control"] = side(runs)
-            entry["control_delta"] = clustered_estimate(own, runs[0].clusters).to_dict()
-            beyond = _tested(entry["paired"] - own, runs[0].clusters, options)
-            entry["difference_in_differences"] = beyond
+            sides["control"] = control.of(task)
+            own = question_means(sides["control"]) - question_means((control_base or base).of(task))
+            entry["control_delta"] = _told(clustered_estimate(own, first.clusters))
+            entry["difference_in_differences"] = _tested(b - a - own, first.clusters)
+        entry |= {arm: side(runs) for arm, runs in sides.items()}
+
+        # Intervals over seeds (one number a seed: its mean over the questions), and over both together.
+        if len(base.runs) + len(treated.runs) > 2:
+            questions = clustered_estimate(b - a, first.clusters)
+            seeds = seed_estimate(entry["base"]["seeds"], entry["treated"]["seeds"], paired=paired_seeds)
+            both = combined(questions.value, questions, seeds)
+            entry["seeds"] = {"seeds": _told(seeds), "both": _told(both)}
         entries.append(entry)
 
     # Holm's family are all tasks of one view: seen, blind and in words are asked apart.
     for view in {entry["view"] for entry in entries}:
         _adjust([entry["delta"] for entry in entries if entry["view"] == view])
     for entry in entries:
-        del entry["paired"]
         entry["verdict"] = verdict(entry)
 
     known = {task for arm in arms for run in arm.runs for task in run}
@@ -296,53 +295,7 @@ def compare_arms(
         "arms": {arm.label: [str(folder) for folder in arm.folders] for arm in arms},
         "tasks": entries,
         "left_out": sorted(known.difference(tasks)),
-        "options": asdict(options),
     }
-
-
-def _task(base: Sequence[TaskRun], treated: Sequence[TaskRun], options: Options) -> Record:
-    """Everything about one task of the two arms. paired: the difference of every question."""
-    first = base[0]
-    # Question by question: the order of both is that of the ids, checked by `aligned`.
-    a, b = question_means(base), question_means(treated)
-    rows = "\n".join(f"{key}\t{repeat}\t{hashed}" for (key, repeat), hashed in sorted(first.prompts.items()))
-    entry: Record = {
-        "task": first.task,
-        "view": first.view,
-        "n": len(a),
-        "clusters": len(set(first.clusters)),
-        "data_hash": first.data_hash,
-        "prompt_hash": hashlib.sha256(rows.encode()).hexdigest(),
-        "base": side(base),
-        "treated": side(treated),
-        "paired": b - a,
-        "delta": delta_of(a, b, first, options),
-        "seeds": None,
-        "categories": _categories(a, b, first, options),
-        "published": PUBLISHED.get(first.task),
-        "baselines": {},
-    }
-    if not first.view:
-        metrics = first.summary.get("metrics") or {}
-        entry["baselines"] = {name: metrics.get(name) for name in ("chance", "majority")}
-
-    # The part of the SE that more samples a question would remove; nan with one answer a question.
-    noise = sum(sampling_variance(run.samples) / len(arm) ** 2 for arm in (base, treated) for run in arm)
-    entry["delta"]["sampling_se"] = None if math.isnan(noise) else math.sqrt(noise)
-    if len(base) == len(treated) == 1:
-        # Answers of one run an arm are won or lost; means over seeds are not.
-        table = entry["delta"]["mcnemar"] = mcnemar(a, b)
-        if table is not None:
-            seen = max(table["discordance"], 3 / len(a))
-            entry["delta"]["smallest_delta_mcnemar"] = smallest_delta(len(a), seen)
-        return entry
-
-    # Intervals over seeds (one number a seed: its mean over the questions), and over both together.
-    before, after = entry["base"]["seeds"], entry["treated"]["seeds"]
-    seeds = seed_estimate(before, after, paired=options.paired_seeds)
-    both = questions_and_seeds(clustered_estimate(b - a, first.clusters), seeds)
-    entry["seeds"] = {"base": before, "treated": after, "seeds": seeds.to_dict(), "both": both.to_dict()}
-    return entry
 
 
 def question_means(runs: Sequence[TaskRun]) -> Array:
@@ -354,8 +307,8 @@ def side(runs: Sequence[TaskRun]) -> Record:
     """What is said of one arm on one task: score, its standard error, each seed, unextracted share, answer
     length."""
     # The same clusters as for the difference, or the two intervals could not be read together.
-    estimate = clustered_estimate(question_means(runs), runs[0].clusters).to_dict()
-    found = {"score": estimate["value"], **{name: estimate[name] for name in ("se", "low", "high")}}
+    estimate = clustered_estimate(question_means(runs), runs[0].clusters)
+    found: Record = {"score": estimate.value, "se": estimate.se, "low": estimate.low, "high": estimate.high}
     found["seeds"] = [float(run.scores.mean()) for run in runs]
     for name in ("unextracted", "tokens"):
         known = [run.said[name] for run in runs if name in run.said]
@@ -363,38 +316,23 @@ def side(runs: Sequence[TaskRun]) -> Record:
     return found
 
 
-def _tested(difference: Array, clusters: Sequence[str], options: Options) -> Record:
-    """The clustered interval with the p of the sign-flip test, and beside it what they rest on."""
+def _told(estimate: Estimate) -> Record:
+    """As JSON, with whether the interval excludes 0."""
+    return {**vars(estimate), "clear": estimate.excludes_zero}
+
+
+def _tested(difference: Array, clusters: Sequence[str]) -> Record:
+    """The clustered interval with the p of the sign-flip test, and the smallest delta that shows."""
     # One test for tasks, categories and controls: what differs is the family that Holm is told of.
     estimate = clustered_estimate(difference, clusters)
     return {
-        **estimate.to_dict(),
-        "p": sign_flip_p(difference, clusters, draws=options.flips, seed=options.seed),
-        "p_t": estimate.p,
-        "se_paired": mean_estimate(difference).se,
-        "smallest_delta": smallest_delta_of_se(estimate.se, len(set(clusters))),
+        **_told(estimate),
+        "p": sign_flip_p(difference, clusters),
+        "smallest_delta": smallest_delta(estimate.se, len(set(clusters))),
     }
 
 
-def delta_of(a: Array, b: Array, run: TaskRun, options: Options) -> Record:
-    """All statistics of one paired difference."""
-    low, high, means = bootstrap_interval(b - a, run.clusters, draws=options.draws, seed=options.seed)
-    # Means of few binary answers lie on a lattice; more bins than its points would show a comb.
-    points = len(np.unique(means.round(12)))
-    counts, edges = np.histogram(means, bins=min(points, HISTOGRAM_BINS))
-    tested = _tested(b - a, run.clusters, options)
-    return {
-        **tested,
-        "se_clustered": tested["se"],
-        "se_unpaired": welch(a, b).se,
-        "bootstrap": {"low": low, "high": high, "counts": counts.tolist(), "edges": edges.tolist()},
-        "discordance": float(np.mean(a != b)),
-        "mcnemar": None,
-        "smallest_delta_mcnemar": None,
-    }
-
-
-def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[Record]:
+def _categories(a: Array, b: Array, run: TaskRun) -> list[Record]:
     """One entry per category, with Holm's p over all of them; empty when there is one category only."""
     entries: list[Record] = []
     # Masks and not lists: a task has 12,032 questions and 14 categories.
@@ -404,7 +342,7 @@ def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[Reco
         if own.all():
             return []
         scores = {"base": float(a[own].mean()), "treated": float(b[own].mean())}
-        entries.append({"category": name, **scores, **_tested((b - a)[own], clusters[own].tolist(), options)})
+        entries.append({"category": name, **scores, **_tested((b - a)[own], clusters[own].tolist())})
     _adjust(entries)
     return entries
 
@@ -419,10 +357,9 @@ def verdict(entry: Record) -> str:
     """gain, loss or "no difference shown", with the limits of what was seen."""
     delta, seeds, control = entry["delta"], entry["seeds"], entry.get("difference_in_differences")
     # A claim has to survive questions, seeds and the number of claims.
-    clear = _excludes_zero(delta)
-    if clear and delta["p_holm"] <= ALPHA and (not seeds or _excludes_zero(seeds["both"])):
+    if delta["clear"] and delta["p_holm"] <= ALPHA and (not seeds or seeds["both"]["clear"]):
         word = "gain" if delta["value"] > 0 else "loss"
-        if control is not None and not _excludes_zero(control):
+        if control is not None and not control["clear"]:
             return f"{word}, not told apart from the control's"
         return word
 
@@ -431,10 +368,6 @@ def verdict(entry: Record) -> str:
     sides = (entry["base"], entry["treated"])
     if chance is not None and all(one["low"] <= chance <= one["high"] for one in sides):
         return "no difference shown (both at chance)"
-    if seeds and clear:
+    if seeds and delta["clear"]:
         return "no difference shown (seeds disagree)"
     return "no difference shown"
-
-
-def _excludes_zero(interval: Record) -> bool:
-    return bool(interval["se"] > 0 and (interval["low"] > 0 or interval["high"] < 0))

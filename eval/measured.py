@@ -185,7 +185,7 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
             difference = mean_estimate(b - a)
             row: dict[str, Any] = {"label": label, "metric": metric}
             row |= {"before": float(a.mean()), "after": float(b.mean())}
-            row |= {**difference.to_dict(), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
+            row |= {**vars(difference), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
             rows.append(row)
     if not rows:
         raise DataError("the two measurements share no problem; measure both with the same tasks and --seed")

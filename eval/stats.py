@@ -5,19 +5,15 @@
     SE clustered  sqrt(G / (G - 1) * sum over clusters of (sum of residuals in the cluster)^2) / n, Student t
                   with G - 1 degrees of freedom (CR1; what statsmodels gives for OLS on a constant with
                   cov_type "cluster")
-    bootstrap     clusters drawn with replacement, pairs kept together; percentile interval
     sign flip     the sign of every cluster's sum of d drawn anew: the null hypothesis "base and treated may
-                  be swapped"; all 2^G assignments for G <= 16, else `draws` random ones, p = (1 + hits) / (1
-                  + draws)
-    McNemar       questions won and lost: exact binomial of won in won + lost tosses; chi-square
-                  (|won - lost| - 1)^2 / (won + lost)
-    power         Var(mean d) = (D - delta^2) / n for one binary answer each, D = (won + lost) / n the
-                  discordance; solved for delta: sqrt(z D / (n + z)) with z = (z_{1 - alpha / 2} + z_power)^2
+                  be swapped"; all 2^G assignments for G <= 16, else FLIPS random ones, p = (1 + hits) / (1 +
+                  FLIPS); of answers that are right or wrong it is McNemar's exact test
+    power         sqrt(z) SE with z = (z_{1 - alpha / 2} + z_power)^2
     seeds         differences of seed means: Student t (paired or one fixed base), Welch (two sets of seeds)
     Holm          step-down adjusted p values
 
-Distributions and the bootstrap are SciPy's. The sign flips of clusters are written here: SciPy's test sorts
-every draw and takes ten times as long.
+Distributions are SciPy's. The sign flips of clusters are written here: SciPy's test sorts every draw and
+takes ten times as long.
 
 Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: section 5); Cameron and Miller
 2015 (CR1); Holm 1979. Legend: n questions, G clusters.
@@ -27,14 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats
+from scipy import special
 
 Array = NDArray[np.float64]
+FLIPS = 10_000
 EXACT_CLUSTERS = 16  # sign assignments are enumerated up to 2^16
 ALPHA = 0.05
 POWER_FACTOR = float(special.ndtri(1 - ALPHA / 2) + special.ndtri(0.8)) ** 2
@@ -54,10 +51,6 @@ class Estimate:
     p: float
     df: float
     n: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return asdict(self)
 
     @property
     def excludes_zero(self) -> bool:
@@ -92,20 +85,16 @@ def clustered_estimate(values: ArrayLike, clusters: Sequence[Any]) -> Estimate:
     """Mean of values that depend on each other inside clusters, one label for every value."""
     x = np.asarray(values)
     # Residuals add up inside a cluster before they are squared: what moves together counts once.
-    sums, _ = _cluster_sums(x - x.mean(), clusters)
+    sums = _cluster_sums(x - x.mean(), clusters)
     count = len(sums)
     se = math.sqrt(count / (count - 1) * float(sums @ sums)) / len(x) if count > 1 else math.nan
     return interval(float(x.mean()), se, count - 1, len(x))
 
 
-def welch(base: ArrayLike, treated: ArrayLike) -> Estimate:
-    """Difference of the means of two independent samples; Welch-Satterthwaite degrees of freedom."""
-    a, b = mean_estimate(base), mean_estimate(treated)
-    return _sum_of(b.value - a.value, a, b)
-
-
-def _sum_of(value: float, a: Estimate, b: Estimate) -> Estimate:
-    """A value whose variance is that of two independent parts together: not pooled (Satterthwaite)."""
+def combined(value: float, a: Estimate, b: Estimate) -> Estimate:
+    """A value whose variance is that of two independent parts together: not pooled (Satterthwaite). For new
+    questions AND new seeds their variances add (a residual that both share is counted twice: careful). nan
+    when either part is."""
     va, vb = a.se**2, b.se**2
     if not va + vb >= 0:
         return interval(value, math.nan, 0, a.n + b.n)
@@ -117,35 +106,12 @@ def _sum_of(value: float, a: Estimate, b: Estimate) -> Estimate:
 # resampling
 
 
-def bootstrap_interval(
-    values: ArrayLike, clusters: Sequence[Any], *, draws: int = 2000, seed: int = 0
-) -> tuple[float, float, Array]:
-    """(low, high, means of all draws) of the percentile bootstrap of the mean, clusters drawn whole."""
-    sums, sizes = _cluster_sums(np.asarray(values), clusters)
-    if len(sums) < 2:
-        return math.nan, math.nan, np.full(draws, sums.sum() / sizes.sum())
-    # Sums and sizes of clusters stand for their values: a draw of clusters draws whole pairs.
-    found = stats.bootstrap(
-        (sums, sizes),
-        lambda drawn, counts, axis: drawn.sum(axis) / counts.sum(axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=draws,
-        batch=max(1, _BLOCK // len(sums)),
-        method="percentile",
-        random_state=seed,
-    )
-    return *map(float, found.confidence_interval), found.bootstrap_distribution
-
-
-def sign_flip_p(
-    values: ArrayLike, clusters: Sequence[Any] | None = None, *, draws: int = 10_000, seed: int = 0
-) -> float:
+def sign_flip_p(values: ArrayLike, clusters: Sequence[Any] | None = None) -> float:
     """Two-sided p of the sign-flip test of mean 0. Clusters whose sum is 0 take no part (flipping changes
     nothing)."""
     # Flipping a cluster flips its sum; nothing else of it matters.
     x = np.asarray(values)
-    sums, _ = _cluster_sums(x, range(len(x)) if clusters is None else clusters)
+    sums = _cluster_sums(x, range(len(x)) if clusters is None else clusters)
     sums = sums[sums != 0]
     if len(sums) == 0:
         return 1.0
@@ -155,47 +121,28 @@ def sign_flip_p(
         bits = np.arange(2 ** len(sums))[:, None] >> np.arange(len(sums)) & 1
         return float(np.mean(np.abs((1 - 2 * bits) @ sums) >= observed))
 
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     hits, block = 0, max(1, _BLOCK // len(sums))
-    for start in range(0, draws, block):
-        signs = rng.integers(0, 2, size=(min(block, draws - start), len(sums)), dtype=np.int8) * 2 - 1
+    for start in range(0, FLIPS, block):
+        signs = rng.integers(0, 2, size=(min(block, FLIPS - start), len(sums)), dtype=np.int8) * 2 - 1
         hits += int(np.sum(np.abs(signs @ sums) >= observed))
-    return (1 + hits) / (1 + draws)
+    return (1 + hits) / (1 + FLIPS)
 
 
-# tables of two binary scores, power, several claims
+# power, several claims
 
 
-def mcnemar(base: ArrayLike, treated: ArrayLike) -> dict[str, float] | None:
-    """Questions only the treated model has right (won), only the base (lost), McNemar's exact and chi-square
-    p values, and the discordance: the share of questions on which exactly one of the two is right. None when
-    a score is neither 0 nor 1 (a mean over samples, an ANLS)."""
-    a, b = np.asarray(base), np.asarray(treated)
-    if not np.isin([a, b], (0.0, 1.0)).all():
-        return None
+def smallest_delta(se: float, independent: int) -> float:
+    """The true difference shown with 80 % power by a score whose difference has standard error `se`, from
+    `independent` questions or clusters.
 
-    # Questions that both have right or both wrong say nothing of the difference.
-    won, lost = int(np.sum(b > a)), int(np.sum(b < a))
-    chi2 = (abs(won - lost) - 1) ** 2 / (won + lost) if won + lost else 0.0
-    exact = min(1.0, 2 * float(special.bdtr(min(won, lost), won + lost, 0.5)))
-    p_values = {"p_exact": exact, "p_chi2": float(special.chdtrc(1, chi2))}
-    return {"won": won, "lost": lost, **p_values, "discordance": (won + lost) / len(a)}
-
-
-def smallest_delta(n: int, discordance: float) -> float:
-    """The true difference of binary scores that n questions at this discordance show with 80 % power."""
-    return math.sqrt(POWER_FACTOR * discordance / (n + POWER_FACTOR))
-
-
-def smallest_delta_of_se(se: float, independent: int) -> float:
-    """The same for any score whose difference has standard error `se`, from `independent` questions or
-    clusters.
-
-    se 0 (nothing changed) does not mean that everything would be seen: the discordance is then taken at its
-    95 % upper bound, 3 / independent (rule of three).
+    se 0 (nothing changed) does not mean that everything would be seen: the share of changed answers is then
+    taken at its 95 % upper bound, 3 / independent (rule of three).
     """
     if se == 0:
-        return smallest_delta(independent, min(1.0, 3 / independent))
+        # Var(mean d) = (share - delta^2) / n for one binary answer each, solved for delta.
+        share = min(1.0, 3 / independent)
+        return math.sqrt(POWER_FACTOR * share / (independent + POWER_FACTOR))
     return math.sqrt(POWER_FACTOR) * se
 
 
@@ -213,17 +160,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # several seeds
 
 
-def sampling_variance(samples: Sequence[Sequence[float]]) -> float:
-    """Variance of the mean over n questions that comes from sampling k answers each: mean of s_i^2 / k_i,
-    over n.
-
-    nan when a question was asked only once.
-    """
-    if min(len(group) for group in samples) < 2:
-        return math.nan
-    return float(np.mean([np.var(group, ddof=1) / len(group) for group in samples])) / len(samples)
-
-
 def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) -> Estimate:
     """Difference of two arms from the mean score of each seed (base and treated: one number per seed).
 
@@ -234,21 +170,11 @@ def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) 
     # Welch needs a scatter on both sides; one base run has none.
     if paired or len(a) == 1 or len(b) == 1:
         return mean_estimate(b - a)
-    return welch(a, b)
+    one, other = mean_estimate(a), mean_estimate(b)
+    return combined(other.value - one.value, one, other)
 
 
-def questions_and_seeds(questions: Estimate, seeds: Estimate) -> Estimate:
-    """The difference for new questions AND new seeds: variances add (a residual that both share is counted
-    twice: careful). nan when either part is."""
-    return _sum_of(questions.value, questions, seeds)
-
-
-# parts
-
-
-def _cluster_sums(x: Array, clusters: Sequence[Any]) -> tuple[Array, Array]:
-    """(sum, number of values) of every cluster."""
+def _cluster_sums(x: Array, clusters: Sequence[Any]) -> Array:
     # Labels may be texts; only which of them are equal matters.
     codes = np.unique(np.asarray(clusters), return_inverse=True)[1]
-    sums = np.bincount(codes, weights=x).astype(np.float64)
-    return sums, np.bincount(codes).astype(np.float64)
+    return np.bincount(codes, weights=x).astype(np.float64)

@@ -14,10 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
-
-from earlyfusion.eval import compare as analysis
-from earlyfusion.eval.compare import CompareError, load_arm
+from earlyfusion.eval.compare import CompareError, compare_arms, load_arm
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.figures import show
@@ -44,8 +41,6 @@ class CompareOptions(Options):
     """number of the records: score, mae, cer, iou, ..."""
     out: Path = Path("compare")
     """folder for compare.json and compare.html"""
-    draws: int = Field(2000, ge=100)
-    """bootstrap draws"""
 
 
 @verb
@@ -63,15 +58,15 @@ def compare(options: CompareOptions) -> None:
         raise CompareError(f"--paired-seeds: {runs}; give equally many, in order")
 
     # One dict for the terminal, the JSON file and the page.
-    settings = analysis.Options(draws=options.draws, paired_seeds=options.paired_seeds)
-    compared = analysis.compare_arms(base, treated, arms.get("control"), arms.get("control base"), settings)
+    others = arms.get("control"), arms.get("control base")
+    compared = compare_arms(base, treated, *others, paired_seeds=options.paired_seeds)
     result = {"metric": options.metric, **compared}
     unit = Unit(result)
     show(f"treated - base, {unit.name}", table(result, unit))
     # Several seeds: whether the gain holds for others is said apart.
     for entry in result["tasks"]:
         if seeds := entry["seeds"]:
-            told = f"{len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds"
+            told = f"{len(base.runs)} base and {len(treated.runs)} treated seeds; over seeds"
             told += f" {unit.range(seeds['seeds'])}, over new questions and seeds {unit.range(seeds['both'])}"
             print(f"{one_line(entry['task'])}: {told}")
     if result["left_out"]:

@@ -207,7 +207,7 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
         for metric in METRICS:
             a, b = (np.array([one[metric] for one in side]) for side in zip(*own))
             row = {"label": label, "way": way, "metric": metric, "before": a.mean(), "after": b.mean()}
-            rows.append(row | mean_estimate(b - a).to_dict())
+            rows.append(row | vars(mean_estimate(b - a)))
     return rows
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from page_cases import checked
 
-from earlyfusion.eval.compare import CompareError, Options, compare_arms, load_arm
+from earlyfusion.eval.compare import CompareError, compare_arms, load_arm
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline import cli
 
@@ -42,8 +42,8 @@ def arms(tmp_path):
     return make
 
 
-def only(arms, **options):
-    (entry,) = compare_arms(*arms, options=Options(**options))["tasks"]
+def only(arms):
+    (entry,) = compare_arms(*arms)["tasks"]
     return entry
 
 
@@ -73,11 +73,10 @@ def test_the_whole_way_as_a_user_runs_it(runs, truth, call, tmp_path, capsys):
     assert call(runs["base"], runs["treated"], "--control", runs["control"]) == 0
     printed = capsys.readouterr().out
     page = checked(tmp_path / "out" / "compare.html")
-    assert "gain" in printed and "McNemar" in page and "physics" in page
+    assert "gain" in printed and "visible from" in page and "physics" in page
     (entry,) = json.loads((tmp_path / "out" / "compare.json").read_text())["tasks"]
     d, delta = truth["treated"] - truth["base"], entry["delta"]
     assert (delta["value"], delta["se"]) == pytest.approx((d.mean(), mean_estimate(d).se))
-    assert (delta["mcnemar"]["won"], delta["mcnemar"]["lost"]) == ((d > 0).sum(), (d < 0).sum())
     beyond = (truth["treated"] - truth["control"]).mean()
     assert entry["difference_in_differences"]["value"] == pytest.approx(beyond)
     assert entry["verdict"] == "gain" and len(entry["categories"]) == 3
@@ -135,7 +134,6 @@ def test_seeds_give_their_own_interval_and_can_refuse_the_gain(truth, tmp_path):
     means = np.array(entry["treated"]["seeds"]) - truth["base"].mean()
     found = entry["seeds"]["seeds"]
     assert (found["value"], found["se"]) == pytest.approx((means.mean(), means.std(ddof=1) / math.sqrt(3)))
-    assert entry["delta"]["mcnemar"] is None  # means over seeds are not binary answers
 
 
 def test_a_gain_the_control_has_too_is_not_ascribed_to_the_treatment(truth, arms):
@@ -147,14 +145,13 @@ def test_a_gain_the_control_has_too_is_not_ascribed_to_the_treatment(truth, arms
     assert entry["difference_in_differences"]["value"] == pytest.approx(expected)
 
 
-def test_repeats_are_averaged_and_their_share_of_the_error_is_reported(arms):
+def test_repeats_are_averaged(arms):
     rng = RNG(5)
     p = rng.random(400)
     loaded = arms(*(rng.random((400, 8)) < p[:, None] for _ in range(2)))
-    delta = only(loaded)["delta"]
+    # Nothing but sampling differs here.
     expected = math.sqrt(2 * np.mean(p * (1 - p)) / 8 / 400)
-    assert delta["sampling_se"] == pytest.approx(expected, rel=0.1)
-    assert delta["se"] == pytest.approx(expected, rel=0.15)  # nothing but sampling differs here
+    assert only(loaded)["delta"]["se"] == pytest.approx(expected, rel=0.15)
     assert loaded[0].of("mmlu_pro")[0].scores[0] in np.arange(9) / 8
 
 
@@ -201,12 +198,11 @@ def test_both_at_chance_is_said(arms):
 
 
 def test_where_no_answer_changed_nothing_is_claimed(arms):
-    """Equal answers: no interval of no width, and not "visible from 0": the rule of three bounds the
-    discordance."""
+    """Equal answers: no interval of no width, and not "visible from 0"."""
     entry = only(arms(*[[1.0, 0.0] * 30] * 2))
     delta = entry["delta"]
     assert delta["p"] == 1.0 and entry["verdict"] == "no difference shown"
-    assert delta["smallest_delta"] == pytest.approx(math.sqrt(7.849 * 0.05 / (60 + 7.849)), rel=1e-3)
+    assert delta["smallest_delta"] > 0.07
 
 
 def test_a_resumed_file_counts_a_question_once(truth, tmp_path, runs):

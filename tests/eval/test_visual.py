@@ -10,7 +10,7 @@ from eval_cases import ask_all, own_model
 from earlyfusion.data.sample import Image, question_text
 from earlyfusion.data.tasks.registry import EXAMS, make_task
 from earlyfusion.eval.benchmarks.base import build_task
-from earlyfusion.eval.compare import Options, compare_arms, load_arm
+from earlyfusion.eval.compare import compare_arms, load_arm
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, Generation, TaskOptions, prompt_hash, prompt_text
 
@@ -126,7 +126,7 @@ def folders(tmp_path_factory):
 
 def test_what_the_harness_leaves_holds_every_view_and_can_be_compared(folders):
     arms = [load_arm(name, str(folders / seed)) for name, seed in (("base", "0"), ("treated", "1"))]
-    entries = compare_arms(*arms, options=Options(draws=100, flips=100))["tasks"]
+    entries = compare_arms(*arms)["tasks"]
     views = {f"counting ({view})" for view in ("blind", "words", "seeing")}
     assert {"counting", "twins", "video_qa"} | views <= {entry["task"] for entry in entries}
     assert all(entry["n"] == 6 and entry["verdict"] for entry in entries)

@@ -151,7 +151,6 @@ eval --rescore NONE
 compare
 compare NONE NONE
 compare FILE FILE
-compare NONE NONE --draws few
 bench nosuch
 bench train --steps x
 plan
