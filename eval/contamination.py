@@ -2,10 +2,10 @@
 
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out OUT
 
-Text is lower-cased and split into runs of letters and digits; an n-gram is n words in a row (13 by default,
-as in GPT-3's report, appendix C). A question shorter than n words is compared as one gram of its own length,
-but at least SHORTEST words, below which a match says nothing. What is looked for is the question and its
-options, not the shots before it.
+Text is lower-cased and split into runs of letters and digits; an n-gram is NGRAM words in a row (as in
+GPT-3's report, appendix C). A shorter question is compared as one gram of its own length, but at least SHORTEST
+words, below which a match says nothing. What is looked for is the question and its options, not the shots
+before it.
 
 Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet, also .gz and .zst, tar
 shards of such members, and folders of them. Reports ids and shares, never text.
@@ -35,18 +35,13 @@ _READABLE = re.compile(r"\.(txt|md|html|py|jsonl|json|tar|parquet)(\.gz|\.zst)?$
 
 
 def find_overlap(
-    questions: Sequence[Question], documents: Iterable[tuple[str, str]], n: int
+    questions: Sequence[Question], documents: Iterable[tuple[str, str]]
 ) -> tuple[dict[str, float], Record]:
     """Compare questions with training documents (file name, text), which are read once. Returns, of every
     question that is long enough, the share of its n-grams that stand in the training text (0 to 1), and how
     much was looked at: too_short (questions with fewer than SHORTEST words), words_read, and how many n-grams
     were found in each of the files that hold most.
-
-    Raises EvalError for n below SHORTEST.
     """
-    if n < SHORTEST:
-        raise EvalError(f"--ngram {n}: give at least {SHORTEST} words; shorter runs occur everywhere")
-
     # The grams of every question, and all of one length together.
     own: dict[str, set[str]] = {}
     sought: dict[int, set[str]] = defaultdict(set)
@@ -57,8 +52,8 @@ def find_overlap(
         words = _words(" ".join([text, *question.choices]))
         if len(words) < SHORTEST:
             continue
-        # A question shorter than n words would never be found with grams of n.
-        length = min(n, len(words))
+        # A question shorter than that would never be found with grams of full length.
+        length = min(NGRAM, len(words))
         own[question.id] = _grams(words, length)
         sought[length] |= own[question.id]
 
@@ -151,7 +146,7 @@ def _strings(value: Any) -> Iterator[str]:
 # the verb
 
 
-def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out: Path | None) -> None:
+def report(tasks: Sequence[BaseTask], path: Path, limit: int | None, out: Path | None) -> None:
     """The verb's --contamination: one line per task; details in OUT/<label>/contamination.json.
 
     Where OUT/<label>/records.jsonl stands (an evaluation has run), the score on the untouched questions is
@@ -160,18 +155,18 @@ def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out
     for task in tasks:
         # The very questions that an evaluation with this limit asks.
         questions = list(task.questions(limit))
-        shares, looked = find_overlap(questions, training_texts(path), n)
+        shares, looked = find_overlap(questions, training_texts(path))
         hit = {key: round(share, 4) for key, share in shares.items() if share > 0}
         result: Record = {
             "task": task.label,
             "data_hash": task.data_hash(),
             "training": str(path),
-            "ngram": n,
+            "ngram": NGRAM,
         }
         result |= {"questions": len(questions), "hit": len(hit), "shares": hit, **looked}
         result["mostly_hit"] = sum(share > 0.5 for share in hit.values())
         print(
-            f"{task.label}: {result['hit']} of {len(questions)} questions share a {n}-gram with {path}, "
+            f"{task.label}: {result['hit']} of {len(questions)} questions share a {NGRAM}-gram with {path}, "
             f"{result['mostly_hit']} of them more than half of theirs; {result['words_read']:,} words read, "
             f"{result['too_short']} questions too short to judge"
         )

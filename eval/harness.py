@@ -135,7 +135,6 @@ def run_task(
         summary["explained"] = lines
     if folder:
         write_json(folder / SUMMARY, summary)
-        task.write_shown(folder, kept, summary)
     return summary
 
 

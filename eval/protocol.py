@@ -133,14 +133,11 @@ class Model(Protocol):
         """Number of tokens of a text, the model's beginning token (if it uses one) included."""
         ...
 
-    def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]: ...
-
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]: ...
 
-    def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]: ...
-
-    # with the capability "loss" also: losses(requests:
-    # Sequence[LossRequest]) -> list[heldout.Loss | BadSample]
+    # With the capability "score" also loglikelihood(Sequence[ScoreRequest]) and
+    # rolling(Sequence[RollingRequest]) -> list[LogProb]; with "loss" losses(Sequence[LossRequest]) ->
+    # list[heldout.Loss | BadSample].
 
     def identity(self) -> Record:
         """What was evaluated: path or address, sha256 of the weights, dtype, parameters. JSON values only."""

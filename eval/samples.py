@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from PIL import Image as PilImage
+from PIL import ImageOps
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
@@ -127,15 +128,12 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
 
 
 def thumbnail(picture: PilImage.Image) -> PilImage.Image:
-    """RGB copy, at most THUMBNAIL pixels a side; tiny pictures are enlarged by whole factors so pixels stay
-    sharp."""
-    copy = picture.convert("RGB")
+    """RGB copy whose longer side is THUMBNAIL pixels; pixels of tiny pictures stay sharp."""
     # Pictures of the tests and of easy-VQA are 64 pixels wide.
-    if max(copy.size) * 2 <= THUMBNAIL:
-        factor = THUMBNAIL // max(copy.size)
-        return copy.resize((copy.width * factor, copy.height * factor), PilImage.Resampling.NEAREST)
-    copy.thumbnail((THUMBNAIL, THUMBNAIL))
-    return copy
+    method = PilImage.Resampling.BICUBIC
+    if max(picture.size) * 2 <= THUMBNAIL:
+        method = PilImage.Resampling.NEAREST
+    return ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), method)
 
 
 def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:

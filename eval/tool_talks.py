@@ -80,53 +80,40 @@ def answer_calls(
 
 @dataclass
 class Played:
-    """One question as it went. said: the messages after the question; formed, ran, result: of the first of
-    them; ended: the last one ended by itself."""
+    """One question as it went. said: the messages after the question."""
 
     talk: Talk
     said: list[Message] = field(default_factory=list)
-    formed: bool = False
-    ran: bool = False
-    result: bool = False
+    marks: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(MEASURES, False))
     done: bool = False
-    ended: bool = True
 
     @property
     def messages(self) -> list[Message]:
         """System message, the first question, and what was said."""
         return [*self.talk.messages[:2], *self.said]
 
-    @property
-    def marks(self) -> dict[str, bool]:
-        """MEASURES of this talk."""
-        first, last = self.said[0], self.said[-1]
-        codes = [call.arguments.get("code") for call in first.calls if call.tool == TOOL]
-        called = self.formed and any(isinstance(code, str) for code in codes)
-        # An answer of the tool, or a call for it, is no last word.
-        answered = self.ended and last.role == "assistant" and not last.calls
-        right = answered and last.text.strip() == self.talk.turns[0].answer
-        # Each mark only counts where the one before it held.
-        ran = called and self.ran
-        return dict(zip(MEASURES, (self.formed, called, ran, ran and self.result, right), strict=True))
-
     def take(self, parsed: Parsed, sandbox: Sandbox, ended: bool) -> None:
         """One message of the assistant, and the tool's answers to it. ended: the message did, not its
         limit."""
-        first = not self.said
-        self.said.append(parsed.message)
-        self.ended = ended
+        first, message, turn = not self.said, parsed.message, self.talk.turns[0]
+        self.done = not parsed.well_formed or not message.calls
+        answers: list[Message] = []
+        results: list[ProgramResult | None] = []
+        if not self.done:
+            answers, results = answer_calls(message, sandbox, self.talk.files)
+        self.said += [message, *answers]
+
         if first:
-            self.formed = parsed.well_formed
-        if not parsed.well_formed or not parsed.message.calls:
-            self.done = True
-            return
-        answers, results = answer_calls(parsed.message, sandbox, self.talk.files)
-        self.said += answers
-        if first:
+            # Each mark only counts where the one before it held.
+            codes = [call.arguments.get("code") for call in message.calls if call.tool == TOOL]
+            called = parsed.well_formed and any(isinstance(code, str) for code in codes)
+            ran = called and any(result is not None and result.ok for result in results)
             # What counts is what the program says last, whatever it said on the way.
-            expected = self.talk.turns[0].output.splitlines()[-1]
-            self.ran = any(result is not None and result.ok for result in results)
-            self.result = any(answer.text.splitlines()[-1:] == [expected] for answer in answers)
+            expected = turn.output.splitlines()[-1:]
+            right = ran and any(answer.text.splitlines()[-1:] == expected for answer in answers)
+            self.marks |= {"well_formed": parsed.well_formed, "called": called, "ran": ran, "result": right}
+        # A call for the tool is no last word.
+        self.marks["answered"] = ended and not message.calls and message.text.strip() == turn.answer
 
 
 def play_talks(

@@ -116,9 +116,6 @@ class BaseTask:
         """Lines for beneath the table."""
         return []
 
-    def write_shown(self, folder: Path, records: Sequence[Record], summary: Record) -> None:
-        """Leave something to look at beside the records."""
-
     def data_hash(self) -> str:
         """sha256 of the data file, or of the names and contents of a folder's files."""
         path, digest = self.data_path(), hashlib.sha256()

@@ -1,5 +1,5 @@
-"""Bits per byte: how many bits a model needs for each UTF-8 byte of held-out text, beside general
-compressors.
+"""Bits per byte: how many bits a model needs for each UTF-8 byte of held-out text, beside a general
+compressor.
 
     bits per byte = sum over tokens of -log2 p(token | context) / number of UTF-8 bytes of the documents
 
@@ -11,25 +11,22 @@ tokenizers.
     ...); without --data the held-out topics of the Python manual that the recipes keep out of training. A
     sample with a picture or video is refused: the task `heldout` measures it.
 
-Compressors: gzip -9 and xz (preset 9 extreme) on all documents in one stream, each closed by one zero byte,
-and gzip -9 on each document by itself (the fair rival of a model without context across documents).
+The compressor: gzip -9 on all documents in one stream, each closed by one zero byte.
 """
 
 from __future__ import annotations
 
 import gzip
-import lzma
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.prepare.read import InputOptions
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, summarize
-from earlyfusion.eval.benchmarks.heldout import every_sample
+from earlyfusion.eval.benchmarks.heldout import Samples
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
 
 Document = tuple[str, str]
@@ -38,18 +35,12 @@ ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".zst", ".tar")
 """Endings of files that hold samples; any other file is one document."""
 
 
-def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
-    """gzip_, xz_ and gzip_per_document_bits_per_byte of the documents, of which one at least is not empty."""
+def gzip_bits_per_byte(documents: Sequence[str]) -> float:
+    """Of the documents, of which one at least is not empty."""
     encoded = [document.encode("utf-8") for document in documents]
     stream = b"".join(document + b"\0" for document in encoded)
-    sizes = {
-        "gzip": len(gzip.compress(stream, 9, mtime=0)),
-        "xz": len(lzma.compress(stream, preset=9 | lzma.PRESET_EXTREME)),
-        "gzip_per_document": sum(len(gzip.compress(document, 9, mtime=0)) for document in encoded),
-    }
     # The closing zero bytes are packed with the rest but are no text.
-    total = sum(map(len, encoded))
-    return {f"{name}_bits_per_byte": 8 * size / total for name, size in sizes.items()}
+    return 8 * len(gzip.compress(stream, 9, mtime=0)) / sum(map(len, encoded))
 
 
 @benchmark("bits_per_byte", "bits per byte of a text file, folder or jsonl")
@@ -91,8 +82,8 @@ class BitsPerByte(BaseTask):
             return
 
         # Whatever `prepare` reads, as long as every sample is text alone.
-        samples = every_sample(str(path), "auto", InputOptions())
-        for number in range(samples.count):
+        samples = Samples(str(path))
+        for number in range(len(samples.given)):
             try:
                 sample = samples.read(number)
             except DataError as error:  # a number that leaves documents out would be another measure
@@ -126,7 +117,7 @@ class BitsPerByte(BaseTask):
         return {"extracted": round(bits / size, 6), "score": -bits / size, "bits": bits, "bytes": size}
 
     def aggregate(self, records: Sequence[Record]) -> Record:
-        """bits_per_byte over all bytes together (score is its negative), and the compressors."""
+        """bits_per_byte over all bytes together (score is its negative), and the compressor's."""
         # One long document counts by its bytes, not as one of many.
         texts = dict(self.documents())
         bits, size = (sum(record[fact] for record in records) for fact in ("bits", "bytes"))
@@ -136,5 +127,5 @@ class BitsPerByte(BaseTask):
             "bits_per_byte": bits / size,
             "documents": len(records),
             "bytes": size,
-            **compressed_bits_per_byte([texts[record["id"]] for record in records]),
+            "gzip_bits_per_byte": gzip_bits_per_byte([texts[record["id"]] for record in records]),
         }

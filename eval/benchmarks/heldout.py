@@ -10,10 +10,9 @@ samples are measured as training counts them (eval/heldout.py). Options (--set K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -22,26 +21,22 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.build import BUILDERS, build
 from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.order import Permutation, digest64
+from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.prepare.write import key_of
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.sources.base import Options, SourceConfig, build_source, explain_options
+from earlyfusion.data.sources.base import Options, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions
-from earlyfusion.data.sources.text_files import guess_kind
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request
-from earlyfusion.eval.samples import first_picture, prompted, thumbnail
+from earlyfusion.eval.samples import prompted
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.files import write_json
 
 
 class HeldoutOptions(Options):
-    val_fraction: float | None = Field(None, gt=0, lt=1)
-    """Only the samples that a recipe with this data.val_fraction holds out of the same data."""
     shown: int = Field(8, ge=0)
-    """Samples whose answer is generated and shown."""
+    """Samples whose answer is generated."""
     length: int = Field(4096, ge=2)
     """Longer documents are cut to this many tokens."""
     format: str = "auto"
@@ -53,43 +48,23 @@ class HeldoutOptions(Options):
     split: str | None = None
 
 
-@dataclass(frozen=True)
 class Samples:
-    """Samples by number: how many, the name of one without reading it, one (BadSample where it cannot be
-    read), and what tells these data from others."""
+    """Everything that `prepare` can read at a path, by number: the name of a sample without reading it, and
+    the sample (BadSample where it cannot be read)."""
 
-    count: int
-    key: Callable[[int], str]
-    read: Callable[[int], Sample]
-    fingerprint: Callable[[], object]
+    def __init__(self, path: str, form: str = "auto", **fields: str | None) -> None:
+        self.given = given = open_input(path, InputOptions(**fields))
+        self.shards = ShardsOptions.model_validate({"format": form if form != "auto" else given.form})
 
+    def key(self, number: int) -> str:
+        return key_of(number, self.given.origin(number))
 
-def every_sample(path: str, form: str, options: InputOptions) -> Samples:
-    """Everything that `prepare` can read at a path."""
-    given = open_input(path, options)
-    shards = ShardsOptions.model_validate({"format": form if form != "auto" else given.form})
-
-    def key(number: int) -> str:
-        return key_of(number, given.origin(number))
-
-    def read(number: int) -> Sample:
-        members = given.members(number)
+    def read(self, number: int) -> Sample:
+        members = self.given.members(number)
         sizes = {name: len(data) for name, data in members.items()}
         # Read through the same door as training data, so that the loss is the one of training.
-        group = Group(key(number), given.origin(number), sizes, members.__getitem__)
-        return Sample(build(group, shards), "heldout", key(number))
-
-    return Samples(len(given), key, read, given.fingerprint)
-
-
-def held_out(path: str, form: str, fraction: float) -> Samples:
-    """What a source of a recipe holds out of the data at a path."""
-    kind = guess_kind(path, Path(path) if Path(path).exists() else None)
-    # Only shards hold several formats; every other kind knows its own.
-    options = {"format": form} if kind == "webdataset" else {}
-    config = SourceConfig(name="heldout", kind=kind, path=path, options=options)
-    source = build_source(config, val_fraction=fraction)
-    return Samples(source.heldout_len(), "{:09d}".format, source.heldout, source.fingerprint)
+        group = Group(self.key(number), self.given.origin(number), sizes, members.__getitem__)
+        return Sample(build(group, self.shards), "heldout", self.key(number))
 
 
 @benchmark("heldout", "loss and answers on own samples: shards, folder, jsonl, ...")
@@ -108,17 +83,12 @@ class HeldoutTask(BaseTask):
         if given.format not in ("auto", *BUILDERS):
             raise EvalError(f"heldout: format {given.format!r}; {did_you_mean(given.format, BUILDERS)}")
 
-        path = str(self.data_path())
-        if given.val_fraction is None:
-            fields = given.model_dump(exclude={"val_fraction", "shown", "length", "format"})
-            self.samples = every_sample(path, given.format, InputOptions(**fields))
-        else:
-            self.samples = held_out(path, given.format, given.val_fraction)
+        fields = given.model_dump(exclude={"shown", "length", "format"})
+        self.samples = Samples(str(self.data_path()), given.format, **fields)
 
     def data_hash(self) -> str:
         """Of names, sizes and times of what is read (of the shards' checksums where they have them)."""
-        held = self.given.val_fraction is not None
-        return f"{digest64(self.samples.fingerprint(), held):016x}"
+        return self.samples.given.fingerprint()
 
     def prepare(self, model: Model) -> None:
         """How the model reads a prompt; one that it cannot read is not asked."""
@@ -128,11 +98,9 @@ class HeldoutTask(BaseTask):
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""
-        count = self.samples.count
+        count = len(self.samples.given)
         if count == 0 or (limit is not None and limit < 1):
-            raise EvalError(
-                f"heldout: {self.options.data} has no sample to ask (with this val_fraction and --limit)"
-            )
+            raise EvalError(f"heldout: {self.options.data} has no sample to ask (with this --limit)")
         # A fixed order in which any first part is spread over all of the data.
         order = Permutation(count, "heldout")
         for place in range(min(limit or count, count)):
@@ -170,7 +138,6 @@ class HeldoutTask(BaseTask):
         if "asked" in meta:
             *prompt, reference = meta["asked"].segments
             record |= {"prompt": Sample(prompt, "", "").text.strip(), "target": reference.text.strip()}
-            record["number"] = meta["number"]
         return record
 
     def aggregate(self, records: Sequence[Record]) -> Record:
@@ -209,27 +176,5 @@ class HeldoutTask(BaseTask):
         if "left_out" in metrics:
             reasons = ", ".join(f"{count} {why}" for why, count in metrics["left_out"].items())
             lines.append(f"left out: {reasons}")
-        if self.given.val_fraction is None:
-            lines.append(
-                "every sample of the data was measured; if a recipe trained on it, --set val_fraction=X (its "
-                "data.val_fraction, 0.1 by default) measures only what it held out"
-            )
+        lines.append("every sample of the data was measured, also those that a recipe may have trained on")
         return lines
-
-    def write_shown(self, folder: Path, records: Sequence[Record], summary: Record) -> None:
-        """shown.json and pictures beside the records: what pipeline/report/evaluation.py draws a page of."""
-        samples = []
-        for record in records:
-            if "number" not in record:
-                continue
-            # Pictures are drawn again from the data: records hold no pixels.
-            image = None
-            picture = first_picture(self.samples.read(record["number"]))
-            if picture is not None:
-                image = f"shown/{record['number']}.png"
-                (folder / image).parent.mkdir(exist_ok=True)
-                thumbnail(picture).save(folder / image)
-            shown = {"image": image, "prompt": record["prompt"], "reference": record["target"]}
-            samples.append({**shown, "answer": record.get("output"), **Loss(**record["sums"]).numbers()})
-        about = {"data": str(self.options.data), "explained": summary.get("explained", [])}
-        write_json(folder / "shown.json", {**about, "samples": samples})

@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from earlyfusion.eval.benchmarks.base import request_seed
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Record, RollingRequest, ScoreRequest
@@ -26,6 +26,7 @@ from earlyfusion.kernels.files import write_json
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".gz": "json"}
 DEFAULT_NEW_TOKENS = 256
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 KEPT = ("results", "groups", "versions", "n-shot", "n-samples")
 
 
@@ -131,25 +132,6 @@ def _files(path: Path, config: Record) -> tuple[dict[str, str], str]:
     return {split: str(file) for split, file in files.items()}, ENDINGS[files[asked].suffix]
 
 
-@contextmanager
-def offline() -> Iterator[None]:
-    """No hub, and a dataset cache that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="earlyfusion-lm-eval-") as cache:
-        before = dict(os.environ)
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        from datasets import config
-
-        # The package has read its environment when it was first imported.
-        old = config.HF_DATASETS_CACHE, config.HF_DATASETS_OFFLINE
-        config.HF_DATASETS_CACHE, config.HF_DATASETS_OFFLINE = Path(cache), True
-        try:
-            yield
-        finally:
-            config.HF_DATASETS_CACHE, config.HF_DATASETS_OFFLINE = old
-            os.environ.clear()
-            os.environ.update(before)
-
-
 def evaluate(
     lm: Any,
     names: Sequence[str],
@@ -171,9 +153,16 @@ def evaluate(
             raise EvalError(
                 f"--harness lm-eval caches question text: run {name} with our own harness instead"
             )
+    from datasets import config
     from lm_eval.tasks import TaskManager
 
-    with offline(), tempfile.TemporaryDirectory(prefix="earlyfusion-tasks-") as folder:
+    # No hub, and a dataset cache that is gone afterwards; the package has read its environment when it was
+    # first imported.
+    with (
+        tempfile.TemporaryDirectory(prefix="earlyfusion-tasks-") as folder,
+        patch.dict(os.environ, OFFLINE),
+        patch.multiple(config, HF_DATASETS_CACHE=Path(folder, "cache"), HF_DATASETS_OFFLINE=True),
+    ):
         index = TaskManager().task_index
         run = []
         for name in names:

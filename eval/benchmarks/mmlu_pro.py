@@ -32,7 +32,6 @@ from earlyfusion.eval.benchmarks.base import (
     choice_requests,
     data_files,
     lettered,
-    mean,
     need,
     rows_hash,
     score_choices,
@@ -53,7 +52,7 @@ FILES = ("{}.jsonl", "{}.parquet", "{}-*.parquet", "data/{}-*.parquet", "{}.json
 
 @benchmark("mmlu_pro", "12,032 questions, 3-10 options; forms cot, mcf, cf")
 class MmluPro(BaseTask):
-    """See the file's head. options.extra: "levels" (1 to 3, extraction levels of the cot form; default 3)."""
+    """See the file's head."""
 
     name = "mmlu_pro"
     forms = ("cot", "mcf", "cf")
@@ -61,7 +60,6 @@ class MmluPro(BaseTask):
     new_tokens = 2048
 
     def setup(self) -> None:
-        self.levels = int(self.options.extra.get("levels", 3))
         self.context = CONTEXT
         self.count_tokens: Callable[[str], int] = len
 
@@ -156,7 +154,7 @@ class MmluPro(BaseTask):
         """score: the published rule (a guess where nothing was extracted); score_strict: unextracted is
         wrong. Questions of the same text are one cluster."""
         if self.form == "cot":
-            record = judge(outputs[0].text, question.target, len(question.choices), self.levels)
+            record = judge(outputs[0].text, question.target, len(question.choices))
         else:
             gold = LETTERS.index(question.target)
             record = score_choices(question.choices, outputs, gold, letters=self.form == "mcf")
@@ -164,45 +162,23 @@ class MmluPro(BaseTask):
         return record
 
     def aggregate(self, records: Sequence[Record]) -> Record:
-        """Micro average over questions (and macro_score over categories); for cot also score_strict and the
-        levels."""
-        result = summarize(records, ("score", "score_strict", "score_sum"))
-        if self.form == "cot":
-            for level in (1, 2, 3):
-                result[f"level_{level}"] = mean([record["level"] == level for record in records])
-        return result
+        """Micro average over questions (and macro_score over categories); for cot also score_strict."""
+        return summarize(records, ("score", "score_strict", "score_sum"))
 
 
-def judge(text: str, gold: str, options: int, levels: int = 3) -> Record:
-    """Record fields of one worked answer: extracted letter or None, the level, the guess where there is
-    none."""
-    letter, level = mmlu_pro_letter(text, levels) or (None, None)
+def judge(text: str, gold: str, options: int) -> Record:
+    """Record fields of one worked answer: extracted letter or None, the guess where there is none."""
+    letter, _ = mmlu_pro_letter(text) or (None, 0)
     # The script seeds its guess anew for each question, so it is a constant of the number of options.
     guess = None if letter else LETTERS[published_guess(options)]
     return {
         "extracted": letter,
-        "level": level,
         "guess": guess,
         "target": gold,
         "score": float((letter or guess) == gold),
         "score_strict": float(letter == gold),
         "chance": 1 / options,
     }
-
-
-def rescore(path: Path, levels: int = 3) -> Record:
-    """Extract again from published outputs (rows with options, answer, category, generated_text or
-    model_outputs, and pred where stored). Returns summarize's numbers and `differences`: rows whose stored
-    pred is another letter."""
-    records, differences = [], 0
-    for number, row in enumerate(read_rows(path), 1):
-        where = f"{path}:{number}"
-        text = row.get("generated_text") or need(row, "model_outputs", where)
-        record = judge(str(text), need(row, "answer", where), len(need(row, "options", where)), levels)
-        differences += "pred" in row and (row["pred"] or None) != record["extracted"]
-        about = {"id": str(need(row, "question_id", where)), "category": row.get("category", "")}
-        records.append({**about, **record})
-    return {"differences": differences, "levels": levels, **summarize(records, ("score", "score_strict"))}
 
 
 def _cleaned(files: Iterable[Path]) -> list[Record]:

@@ -2,9 +2,8 @@
 http(s)://...: an OpenAI-compatible endpoint, /v1/completions for text, /v1/chat/completions for pictures and
 with --chat.
 
-Log-likelihoods need a server that echoes prompts with their log-probabilities (`echo`, `logprobs`), as vLLM
-and llama.cpp do; servers that do not are told apart by one request and refused for such tasks. The key, where
-one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
+An endpoint is asked for answers alone: hardly a server tells the log-probabilities of a prompt. The key,
+where one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
 """
 
 from __future__ import annotations
@@ -27,14 +26,11 @@ from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
     Generation,
-    LogProb,
     Model,
     Record,
-    RollingRequest,
-    ScoreRequest,
     prompt_text,
 )
-from earlyfusion.model.hub.config import MODEL_TYPE, model_folder
+from earlyfusion.model.hub.config import model_folder
 
 TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
 RETRIED = {408, 409, 429, 500, 502, 503, 504}
@@ -44,7 +40,7 @@ class EndpointModel:
     """url: up to and with /v1. model: the name to ask for; None takes the server's
     first. concurrent: requests in flight. chat: prompts as the user's message."""
 
-    capabilities = frozenset({"text", "image", "score", "generate"})
+    capabilities = frozenset({"text", "image", "generate"})
     max_length = None
 
     def __init__(
@@ -122,35 +118,6 @@ class EndpointModel:
         tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
         return Generation(text, int(tokens), "stop" if stopped else "length")
 
-    def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
-        """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
-        # Texts and not tokens go over the wire: only the server knows its tokenizer.
-        pairs = [(prompt_text(request.context), request.continuation) for request in requests]
-        return list(self.pool.map(self._echo, *zip(*pairs)))
-
-    def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
-        """See Model; the first token is not paid for where the server gives it no probability."""
-        return self.loglikelihood([ScoreRequest("", request.text) for request in requests])
-
-    def _echo(self, context: str, scored: str) -> LogProb:
-        # Nothing is generated: the prompt itself comes back, with a log-probability for every token.
-        text = context + scored
-        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-        found = self._call("/completions", body)["choices"][0].get("logprobs") or {}
-        values, places = found.get("token_logprobs"), found.get("text_offset")
-        if not values or not places:
-            raise EvalError(
-                f"{self.url}: this server gives no log-probabilities of prompts; choose a generating form"
-            )
-
-        # Tokens that end within the context are not asked for; the first of a text has no probability.
-        score, nothing = LogProb(), [None] * len(values)
-        tokens, tops = found.get("tokens") or nothing, found.get("top_logprobs") or nothing
-        for value, end, token, top in zip(values, [*places[1:], len(text)], tokens, tops):
-            if end > len(context) and value is not None:
-                score += LogProb(value, 1, bool(top) and max(top, key=top.get) == token)
-        return score
-
     def identity(self) -> Record:
         """Address and model name: the weights behind them are not known."""
         about = {"kind": "endpoint", "path": self.url, "model": self.name}
@@ -178,15 +145,4 @@ def open_model(
     options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
         return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
-    folder = model_folder(given)
-    # A checkpoint of another library is told apart from no checkpoint at all.
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        kind = None
-    if kind != MODEL_TYPE:
-        raise EvalError(
-            f"--model {given}: not a model directory of this project (model_type {kind!r}); give a"
-            f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
-        )
-    return load_own(folder, chat=chat, **options)
+    return load_own(model_folder(given), chat=chat, **options)

@@ -83,13 +83,13 @@ class EngineModel(TokenModel):
         return _piece(encode_chat([message], self.tokenizer, self.model.config.vision))
 
     def identity(self) -> dict[str, Any]:
-        """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""
+        """Path, sha256 of the weights, tokenizer, dtype, size."""
         # The hash and not the path tells models apart: folders are renamed and retrained.
         return {
             "kind": "earlyfusion",
             "path": str(self.directory) if self.directory else None,
             "tokenizer": self.tokenizer.hash,
-            **weights_of(self.model, self.directory),
+            **weights_of(self.model),
             **({"chat": True} if self.chat else {}),
         }
 

@@ -15,7 +15,6 @@ Shapes: N sequences, W new tokens (padded), L cached slots, D hidden, V vocabula
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -172,7 +171,7 @@ class HfModel(TokenModel):
         return {
             "kind": "transformers",
             "path": str(self.directory or self.name),
-            **weights_of(self.model, self.directory),
+            **weights_of(self.model),
             "class": type(self.model).__name__,
             "chat": self.chat,
             "transformers": transformers.__version__,
@@ -329,13 +328,8 @@ def load_hf(
     path = Path(given)
     if path.is_dir() and not (path / "config.json").is_file():
         path = next(path.glob("*.gguf"), path)
-    # What looks like a path is not asked of the hub.
-    if not path.exists() and (given.startswith((".", "/")) or path.suffix == ".gguf"):
-        raise EvalError(f"--model hf:{given}: no such file or folder")
     place, where = given, {}
     if path.suffix == ".gguf":
-        if importlib.util.find_spec("gguf") is None:
-            raise EvalError(f"--model hf:{given}: GGUF files need gguf; pip install gguf accelerate")
         # GGUF weights are unpacked to float32; others keep the precision in which they are stored.
         place, where, dtype = str(path.parent), {"gguf_file": path.name}, dtype or torch.float32
 

@@ -290,19 +290,13 @@ class QuickEncoder:
         return ids
 
 
-def weights_of(model: torch.nn.Module, folder: Path | None) -> dict[str, Any]:
-    """What was evaluated: sha256 over the weight files of a folder in the order of their names, or over names
-    and values of the tensors in memory; dtype and number of parameters."""
+def weights_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What was evaluated: sha256 over names and values of the tensors, dtype and number of parameters."""
     digest = hashlib.sha256()
-    if folder is None:
-        for name, tensor in sorted(model.state_dict().items()):
-            # Names as well: swapped layers are another model.
-            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(name.encode() + flat.numpy().tobytes())
-    for file in sorted(folder.iterdir()) if folder else ():
-        if file.suffix in (".safetensors", ".bin", ".gguf"):
-            with file.open("rb") as handle:
-                hashlib.file_digest(handle, lambda: digest)
+    for name, tensor in sorted(model.state_dict().items()):
+        # Names as well: swapped layers are another model.
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(name.encode() + flat.numpy().tobytes())
 
     parameters = list(model.parameters())
     dtype = str(parameters[0].dtype).removeprefix("torch.")

@@ -4,11 +4,9 @@
     earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
     earlyfusion eval --model http://localhost:8000/v1 --tasks counting --out evals/served
     earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR
-    earlyfusion eval --rescore outputs.jsonl.gz --levels 1
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out evals/overlap
 
-A task that shows samples leaves a page of them: OUT/<task>/report.html. `earlyfusion compare` reads the --out
-folders.
+`earlyfusion compare` reads the --out folders.
 """
 
 from __future__ import annotations
@@ -24,18 +22,14 @@ from rich.progress import Progress
 
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.lm_eval import run_harness
-from earlyfusion.eval.benchmarks.mmlu_pro import rescore
-from earlyfusion.eval.contamination import NGRAM, report
+from earlyfusion.eval.contamination import report
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
-from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.progress import is_finite
-from earlyfusion.pipeline.report.data import read_dict
-from earlyfusion.pipeline.report.page import write_page
 
 
 class EvalOptions(Options):
@@ -81,14 +75,8 @@ class EvalOptions(Options):
     """model name to ask an endpoint for (default its first)"""
     harness: Literal["own", "lm-eval"] = "own"
     """lm-eval: run lm-evaluation-harness' tasks"""
-    rescore: Path | None = None
-    """extract again from published MMLU-Pro outputs; needs no model"""
-    levels: int = Field(3, ge=1, le=3)
-    """MMLU-Pro extraction levels"""
     contamination: Path | None = None
     """training text or shards to look for the questions in"""
-    ngram: int = NGRAM
-    """words per n-gram of --contamination"""
     list_: bool = False
     """show the tasks and leave"""
     quiet: bool = False
@@ -101,9 +89,6 @@ def evaluate(options: EvalOptions) -> None:
     # Questions that need no model.
     if options.list_:
         print("\n".join(f"{name:<15} {known.text}" for name, known in known_benchmarks().items()))
-        return
-    if options.rescore is not None:
-        _rescore(options.rescore, options.levels, options.out)
         return
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
@@ -119,7 +104,7 @@ def evaluate(options: EvalOptions) -> None:
         return
     tasks = build_tasks(options, names, paths, default)
     if options.contamination is not None:
-        report(tasks, options.contamination, options.ngram, limit, out)
+        report(tasks, options.contamination, limit, out)
         return
 
     # Data that are missing are told before the weights are read and a bar is drawn.
@@ -136,7 +121,6 @@ def evaluate(options: EvalOptions) -> None:
             summaries.append(run_task(model, task, limit=limit, out=out, progress=advance))
     show(summaries)
     if out is not None:
-        write_pages(out)
         print(f"records and summaries: {out}", file=sys.stderr)
 
 
@@ -151,7 +135,7 @@ def build_tasks(
     options: EvalOptions, names: Sequence[str], paths: dict[str, Path], default: Path | None
 ) -> list[BaseTask]:
     """The tasks by name. Raises EvalError for an option that is no pair."""
-    extra: dict[str, Any] = {"levels": options.levels} if options.levels != 3 else {}
+    extra: dict[str, Any] = {}
     for pair in options.set_:
         key, found, value = pair.partition("=")
         if not found:
@@ -190,28 +174,3 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
     for summary in summaries:
         for line in summary.get("explained", ()):
             print(f"{summary['task']}: {line}")
-
-
-def _rescore(path: Path, levels: int, out: Path | None) -> None:
-    if not path.is_file():
-        raise EvalError(f"--rescore {path}: no such file")
-    result = rescore(path, levels)
-    if out is not None:
-        write_json(out / "rescore.json", result)
-    for name, entry in result["by_category"].items():
-        print(f"{name:<20} {entry['n']:>6} {100 * entry['score_strict']:6.2f} %")
-    print(
-        f"{result['n']} answers, {result['differences']} differ from the stored predictions; accuracy"
-        f" {100 * result['score_strict']:.2f} % (unextracted wrong), {100 * result['score']:.2f} % (with"
-        " guesses)"
-    )
-
-
-def write_pages(out: Path) -> list[Path]:
-    """Draw the page of every task below `out` that left a shown.json; returns their paths."""
-    pages = []
-    for path in sorted(out.glob("*/shown.json")):
-        # The page stands beside the records of its task.
-        data = {"title": path.parent.name, "folder": path.parent, **read_dict(path)}
-        pages.append(write_page(path.with_name("report.html"), "evaluation.html", data))
-    return pages

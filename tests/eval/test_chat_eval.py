@@ -46,14 +46,3 @@ def test_a_question_loses_the_form_of_pretraining_and_nothing_else_does():
     assert as_message([PICTURE, Text(question_text("what color?"))]) == (PICTURE, Text("what color?"))
     assert as_message("\nQ: a\nA:") == (Text("a"),)
     assert as_message("plain\nQ: a\nA:") == (Text("plain\nQ: a\nA:"),)
-
-
-def test_only_what_is_said_counts(directory):
-    model = open_model(str(directory), device="cpu")
-    message = Message("assistant", (Text("red"),), thinking="blue?\nno")
-    tokens = model.tokenizer
-    whole = encode_chat(
-        [message], tokens, model.model.config.vision, add_generation_prompt=False
-    ).ids.tolist()
-    written = whole[3 + len(tokens.encode('message role="assistant"')) :]
-    assert ChatStream(tokens).content(written) == "red"

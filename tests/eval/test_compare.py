@@ -203,11 +203,3 @@ def test_where_no_answer_changed_nothing_is_claimed(arms):
     delta = entry["delta"]
     assert delta["p"] == 1.0 and entry["verdict"] == "no difference shown"
     assert delta["smallest_delta"] > 0.07
-
-
-def test_a_resumed_file_counts_a_question_once(truth, tmp_path, runs):
-    path = tmp_path / "treated" / "mmlu_pro" / "records.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines, *lines[:50]]) + "\n")
-    entry = only([load_arm(name, runs[name]) for name in ("base", "treated")])
-    assert entry["n"] == 1200 and entry["treated"]["score"] == pytest.approx(truth["treated"].mean())

@@ -21,8 +21,7 @@ def words(rng, count):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("n", [8, 13])
-def test_shares_are_those_of_a_plain_comparison_of_word_tuples(seed, n):
+def test_shares_are_those_of_a_plain_comparison_of_word_tuples(seed):
     rng = random.Random(seed)
     texts = [words(rng, rng.choice((5, 10, 30, 60))) for _ in range(40)]
     questions = [Question(str(i), text, None) for i, text in enumerate(texts)]
@@ -31,7 +30,7 @@ def test_shares_are_those_of_a_plain_comparison_of_word_tuples(seed, n):
         cut = text.split()
         a = rng.randrange(len(cut))
         documents.append(("x", f"{words(rng, 20)}, {' '.join(cut[a : a + 20]).upper()}! {words(rng, 5)}"))
-    shares, looked = find_overlap(questions, documents, n)
+    shares, looked = find_overlap(questions, documents)
     short = 0
     for question, text in zip(questions, texts):
         own = text.split()
@@ -39,7 +38,7 @@ def test_shares_are_those_of_a_plain_comparison_of_word_tuples(seed, n):
             assert question.id not in shares
             short += 1
             continue
-        k = min(n, len(own))
+        k = min(13, len(own))
         seen = set()
         for _, document in documents:
             flat = document.lower().replace(",", " ").replace("!", " ").split()
@@ -79,7 +78,7 @@ def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_
     letter = lambda r: "B" if "number 1 of computer" in r.prompt else "J"
     run_task(Scripted(say=lambda r: f"The answer is ({letter(r)})."), made, out=out)
     capsys.readouterr()
-    words = ["--contamination", shards, "--tasks", "mmlu_pro", "--data", folder, "--out", out, "--ngram", 10]
+    words = ["--contamination", shards, "--tasks", "mmlu_pro", "--data", folder, "--out", out]
     assert cli.main(["eval", *map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "1 of 8 questions" in shown and "score 0.1250 on all, 0.0000" in shown

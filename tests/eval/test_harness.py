@@ -110,11 +110,11 @@ def test_every_registered_task_can_be_built():
 def test_weights_in_memory_are_evaluated_and_left_as_they_are(data, tmp_path, mode):
     wrapped = own_model(0)
     model = wrapped.model.train(mode)
-    before = weights_of(model, None)
+    before = weights_of(model)
     given = (model, wrapped.tokenizer, ["mmlu_pro:mcf", "mmlu_pro:cf"], 6)
     found = evaluate_in_memory(*given, data={"mmlu_pro": data})
     assert set(found) == {"mmlu_pro_mcf", "mmlu_pro_cf"} and found["mmlu_pro_cf"]["n"] == 6
-    assert model.training == mode and weights_of(model, None) == before
+    assert model.training == mode and weights_of(model) == before
     for parameter in model.parameters():  # other weights, other result: nothing is remembered
         parameter.data.zero_()
     evaluate_in_memory(*given, data={"mmlu_pro": data}, out=tmp_path / "out")
@@ -122,9 +122,9 @@ def test_weights_in_memory_are_evaluated_and_left_as_they_are(data, tmp_path, mo
     assert len(rows) == 6 and all(max(row["logprobs"]) - min(row["logprobs"]) < 1e-4 for row in rows)
 
 
-def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
+def test_a_record_counts_once_and_may_hold_any_line_end_and_half_a_character(tmp_path):
     record = {"id": "half \ud83d", "repeat": 0, "answer": "one\u2028two\x85three\x0bfour\r"}
-    append_records(tmp_path / RECORDS, [record, {**record, "repeat": 1}])
+    append_records(tmp_path / RECORDS, [{**record, "answer": ""}, record, {**record, "repeat": 1}])
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"id": "torn')
     expected = {(record["id"], repeat): {**record, "repeat": repeat} for repeat in (0, 1)}

@@ -18,6 +18,7 @@ from earlyfusion.eval.models.base import EndpointModel, open_model
 from earlyfusion.eval.models.hf import Rows
 from earlyfusion.eval.models.tokens import QuickEncoder
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 
 WORDS = (
@@ -222,16 +223,16 @@ def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
 
 
 def test_a_wrong_model_is_named_in_one_line(tmp_path, folders):
-    wrong = {str(tmp_path): "not a model directory", str(folders["llama"]): "hf:"}
-    wrong |= {f"hf:{tmp_path}/none": "no such file or folder", f"hf:{tmp_path}/x.gguf": "no such file"}
+    wrong = {str(tmp_path): "config.json", str(folders["llama"]): "model_type is 'llama'"}
+    wrong |= {f"hf:{tmp_path}/{name}": "transformers cannot read it" for name in ("none", "x.gguf")}
     for given, said in wrong.items():
-        with pytest.raises(EvalError, match=said):
+        with pytest.raises(UserError, match=said):
             open_model(given, device="cpu")
     assert open_model(f"hf:{folders['llama']}", device="cpu", exact=True).batch_size == 1
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers like an OpenAI-compatible server; one letter is one token with ln p = -1."""
+    """Answers like an OpenAI-compatible server."""
 
     bodies: list = []
 
@@ -250,10 +251,7 @@ class Server(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Server.bodies.append((self.path, body, self.headers.get("Authorization")))
         prompt = body.get("prompt") or ""
-        logprobs = {"tokens": list(prompt), "token_logprobs": [None] + [-1.0] * (len(prompt) - 1)}
-        logprobs["text_offset"] = list(range(len(prompt)))
-        logprobs["top_logprobs"] = [None, *({c: -1.0} for c in prompt[1:])]
-        choice = {"text": prompt[::-1], "finish_reason": "length", "logprobs": logprobs}
+        choice = {"text": prompt[::-1], "finish_reason": "length"}
         if not prompt:
             choice = {"message": {"content": "seen"}, "finish_reason": "stop"}
         self._reply({"choices": [choice], "usage": {"completion_tokens": 4}}, 400 if prompt == "bad" else 200)
@@ -276,8 +274,6 @@ def test_an_endpoint_is_asked_as_openai_servers_are(endpoint):
     assert [answer.text for answer in answers] == [f"|{n}c" for n in range(4)]
     sent = {(path, body["seed"], key) for path, body, key in Server.bodies}
     assert sent == {("/v1/completions", n, "Bearer test-key") for n in range(4)}
-    scored = model.loglikelihood([ScoreRequest("ab", " cde")])[0]
-    assert (scored.sum, scored.tokens, scored.greedy) == (-4.0, 4, True)
     with pytest.raises(EvalError, match="HTTP 400"):
         model.generate([GenerateRequest("bad")])
 

@@ -15,7 +15,6 @@ from PIL import Image
 from sandbox_probes import PARTS, programs
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.sandbox import host as module
 from earlyfusion.eval.sandbox.host import REASONS, Limits, ProgramResult, Sandbox
 
@@ -378,16 +377,3 @@ def test_programs_from_threads_do_not_mix(box):
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(lambda i: box.run(f"print({i})\n{i}").text, range(12)))
     assert texts == [f"{i}\n{i}" for i in range(12)]
-
-
-@pytest.mark.parametrize("kind", ["zero_vision", "chat_scenes"])
-def test_every_program_of_the_tool_conversations_gives_its_recorded_output_here(kind):
-    """The data room runs its own programs in its own process; a model's are run here. Both must write the
-    same."""
-    talks = build_source(SourceConfig(name=kind, kind=kind))
-    made = [talks.talk(number, heldout) for number in range(40) for heldout in (False, True)]
-    turns = [(turn, talk.files) for talk in made for turn in talk.turns]
-    with Sandbox(Limits(wall_s=30, cpu_s=10), allow_weaker=True) as box:
-        results = [box.run(turn.code, files) for turn, files in turns]
-    assert all(result.ok for result in results)
-    assert [result.text for result in results] == [turn.output for turn, _ in turns]

@@ -78,15 +78,6 @@ def test_tasks_repeat_exactly_and_depend_on_the_seed_and_a_shorter_run_is_their_
     assert other != data and others != six
 
 
-def test_wrong_options_say_what_is_known():
-    with pytest.raises(EvalError, match="--shots 3"):
-        build_task("ocr", TaskOptions(shots=3))
-    made = build_task("chart", TaskOptions(max_new_tokens=5))
-    questions = list(made.questions(7))
-    request, *_ = made.requests(questions[0], 0)
-    assert (len(questions), request.stop, request.max_new_tokens) == (7, ("\n",), 5)
-
-
 def test_the_twins_task_needs_no_eyes_and_mixes_all_kinds():
     task = build_task("twins")
     questions = list(task.questions(70))

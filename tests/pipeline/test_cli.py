@@ -147,7 +147,6 @@ eval
 eval --tasks countng --model embedded:skills
 eval --tasks counting --model NONE
 eval --tasks mmlu_pro --model embedded:skills
-eval --rescore NONE
 compare
 compare NONE NONE
 compare FILE FILE
