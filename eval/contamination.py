@@ -3,9 +3,9 @@
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out OUT
 
 Text is lower-cased and split into runs of letters and digits; an n-gram is NGRAM words in a row (as in
-GPT-3's report, appendix C). A shorter question is compared as one gram of its own length, but at least SHORTEST
-words, below which a match says nothing. What is looked for is the question and its options, not the shots
-before it.
+GPT-3's report, appendix C). A shorter question is compared as one gram of its own length, but at least
+SHORTEST words, below which a match says nothing. What is looked for is the question and its options, not the
+shots before it.
 
 Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet, also .gz and .zst, tar
 shards of such members, and folders of them. Reports ids and shares, never text.
