@@ -268,7 +268,7 @@ def probes(models: Models) -> Row:
                     changes_PL.append(np.mean(read, axis=0) - starts[p][pair])
             if changes_PL:
                 estimates = map(mean_estimate, np.array(changes_PL).T)
-                result["arms"][arm][pair] = [estimate.to_dict() for estimate in estimates]
+                result["arms"][arm][pair] = [vars(estimate) for estimate in estimates]
     return result
 
 
@@ -289,7 +289,7 @@ def compare_arms(
     low = high = math.nan
     if len(base) > 1:
         low, high = np.quantile(bootstrap_means(base, treated, draws, seed), [ALPHA / 2, 1 - ALPHA / 2])
-    return {**crossed_mean(cells_PI).to_dict(), "boot_low": float(low), "boot_high": float(high)}
+    return {**vars(crossed_mean(cells_PI)), "boot_low": float(low), "boot_high": float(high)}
 
 
 def crossed_mean(cells_PI: Array) -> Estimate:
