@@ -12,7 +12,7 @@ from random import Random
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.easy_vqa import load_split
-from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.graph import Scene
 
 # With easy-VQA's one it makes a dozen.
 SCENES = 11

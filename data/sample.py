@@ -215,7 +215,7 @@ class Regions:
     """Where things are in media item number `media` of the sample (pictures and videos counted together, from
     0).
 
-    encode writes them as text (see data/formats/regions.py): "absolute" in pixels of the picture as the
+    encode writes them as text (see data/formats.py): "absolute" in pixels of the picture as the
     model sees it (resized, not padded), "normalized" in [0, 1] of the picture, or "both". `loss` is the
     weight of predicting that text.
     """

@@ -1,7 +1,7 @@
 """Questions about pictures whose answer is the output of a short Python program: crop, count, measure,
 binarise, look up a colour or a value, compare.
 
-Two subjects: a scene of coloured shapes (data/synth/scene.py), and a small array of grey values. A task is
+Two subjects: a scene of coloured shapes (data/synth/graph.py), and a small array of grey values. A task is
 the question, a plan in words, and the program; the answer is read off what the program really gives
 (data/programs.py).
 """
@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from earlyfusion.data.synth.graph import COLOURS, on_side
-from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.graph import COLOURS, Scene, on_side
 
 FILE = "image.png"
 """Name of the picture in the directory of the tool."""

@@ -24,8 +24,8 @@ from PIL import Image as PILImage
 from pydantic import BaseModel, ValidationError
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.synth.panels import render_text
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.eval.measured import Measured, by_problem, load_measured, paired, summary
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.progress import duration

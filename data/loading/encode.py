@@ -4,7 +4,7 @@ documents.
     document   [BOS] segment segment ... [EOS]
     image      <|media_begin|>image<|media_content|> <|media_pad|> * tokens <|media_end|>
     video      for every item of up to four frames: HH:MM:SS.mmm, then the same with the word "video"
-    regions    lines of JSON (data/formats/regions.py)
+    regions    lines of JSON (data/formats.py)
 
 Media tokens and timestamps have weight 0. [EOS] has the weight of the last text, so that a model asked for an
 answer learns to end it. Sources: Kimi K2.5 and K3 processors, as in transformers' kimi_k25.
@@ -24,7 +24,7 @@ from torch import Tensor
 from earlyfusion.data.decode import Media, decode_frames, decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.regions import write_regions
+from earlyfusion.data.formats import write_regions
 from earlyfusion.data.sample import Image, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, told
-from earlyfusion.data.formats.build import BUILDERS
+from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.prepare.write import (

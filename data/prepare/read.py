@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats.build import chosen_format
-from earlyfusion.data.formats.group import CODE, MEDIA, TEXTS, ending, most_bytes
+from earlyfusion.data.formats import CODE, MEDIA, TEXTS, chosen_format, ending, most_bytes
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, file_below, json_object, within
 from earlyfusion.data.shards.fetch import TAR_ENDS, as_local

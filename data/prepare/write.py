@@ -28,8 +28,7 @@ import torch
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError, one_sample, told
-from earlyfusion.data.formats.build import build, describe
-from earlyfusion.data.formats.group import CODE, MEDIA, TEXTS, Group, ending
+from earlyfusion.data.formats import CODE, MEDIA, TEXTS, Group, build, describe, ending
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.sample import Sample

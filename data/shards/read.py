@@ -39,7 +39,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, StrictBool, TypeAdapter
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats.group import Group
+from earlyfusion.data.formats import Group
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
     LOG,

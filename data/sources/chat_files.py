@@ -1,4 +1,4 @@
-"""Conversations from files: one a line of .jsonl (also .gz, .zst), in the form that data/chat/rows.py
+"""Conversations from files: one a line of .jsonl (also .gz, .zst), in the form that data/chat/template.py
 describes.
 
 `path` is a file, a folder, a glob or braces. Pictures are named relative to the folder of their file, or to
@@ -14,8 +14,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from earlyfusion.data.chat.rows import Media, messages_of
-from earlyfusion.data.chat.template import chat_sample
+from earlyfusion.data.chat.template import Media, chat_sample, messages_of
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Sample, json_object
 from earlyfusion.data.shards.fetch import as_local

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.build import build, chosen_format
+from earlyfusion.data.formats import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.read import Shards
 from earlyfusion.data.shards.split import Split
@@ -25,7 +25,7 @@ class ShardsOptions(Options):
     format: Literal[
         "auto", "caption", "qa", "conversation", "interleaved", "grounding", "ocr", "video", "code", "text"
     ] = "auto"
-    """What the samples are; "auto" tells it for each by its members (data/formats/build.py)."""
+    """What the samples are; "auto" tells it for each by its members (data/formats.py)."""
     text_loss: float = Field(1.0, ge=0)
     """Loss weight of captions, answers, regions and documents."""
     question_loss: float = Field(0.0, ge=0)

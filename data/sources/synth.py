@@ -13,12 +13,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from earlyfusion.data.sample import Sample, Segment, Text, answer_text, question_text
 from earlyfusion.data.sources.base import Generated, GeneratedOptions, source
-from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.clips import Clip
-from earlyfusion.data.synth.graph import Graph
-from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.synth.words import Sign
+from earlyfusion.data.synth.graph import Clip, Graph, Scene
+from earlyfusion.data.synth.panels import Board, Chart, Sign
 
 # About a third: enough to name what is there, most of it asks.
 CAPTION_SHARE = 0.35

@@ -22,7 +22,7 @@ from earlyfusion.data.programs import run_own
 from earlyfusion.data.sample import Image, Sample, Segment, Text
 from earlyfusion.data.sources.base import Generated, source
 from earlyfusion.data.sources.synth import PictureOptions
-from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.graph import Scene
 from earlyfusion.data.tool_tasks import FILE, Subject, Task, make_grid, make_task
 
 SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."

@@ -36,9 +36,9 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
 from earlyfusion.data.synth.graph import Graph, Question, on_side
-from earlyfusion.data.tasks.rendering import render_text
-from earlyfusion.data.tasks.scoring import rewards
-from earlyfusion.data.tasks.scoring.text import exact_match, first_line
+from earlyfusion.data.synth.panels import render_text
+from earlyfusion.data.tasks import scoring
+from earlyfusion.data.tasks.scoring import exact_match, first_line
 from earlyfusion.kernels.errors import did_you_mean
 
 Split: TypeAlias = Literal["train", "test"]
@@ -183,7 +183,7 @@ class Task:
 
     name: ClassVar[str]
     levels: ClassVar[tuple[Knobs, ...]] = ()
-    scorer: ClassVar[Callable[..., float]] = staticmethod(rewards.words)
+    scorer: ClassVar[Callable[..., float]] = staticmethod(scoring.words)
     kinds: ClassVar[Mapping[str, Kind]] = {}
     make: ClassVar[Callable[..., Graph]]
     listed: ClassVar[int] = 99
@@ -217,7 +217,7 @@ class Task:
         """Reward in [0, 1] of any text: the score of its final answer; 0 where there is none, or none that
         can be read."""
         # Thinking and announcements are no answer; their end is.
-        answer = rewards.final_answer(response_text)
+        answer = scoring.final_answer(response_text)
         return float(self.score(problem, answer)) if answer else 0.0
 
     def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Problem | None:

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.tasks.problem import Problem, Task, TaskError, task
-from earlyfusion.data.tasks.scoring.answers import gsm8k_number
-from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends
-from earlyfusion.data.tasks.scoring.text import tame
+from earlyfusion.data.tasks.scoring import MAX_CHARS, ends, gsm8k_number, tame
 
 QUESTIONS, ANSWERS = ("question", "problem", "prompt"), ("answer", "solution", "target")
 ASK = "what is the answer, as a number?"

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeVar
 
-from earlyfusion.data.tasks.scoring.answers import LETTERS, best_choice
+from earlyfusion.data.tasks.scoring import LETTERS, best_choice
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,

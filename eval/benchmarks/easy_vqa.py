@@ -18,8 +18,7 @@ import numpy as np
 
 from earlyfusion.data.sample import Segment, Text, answer_text, question_text
 from earlyfusion.data.sources.easy_vqa import Picture, load_split, picture_of
-from earlyfusion.data.tasks.scoring.answers import best_choice
-from earlyfusion.data.tasks.scoring.text import first_line, normalise
+from earlyfusion.data.tasks.scoring import best_choice, first_line, normalise
 from earlyfusion.eval.benchmarks.base import benchmark, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole
 from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest

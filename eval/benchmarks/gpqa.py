@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.scoring.answers import LETTERS, answer_line_letter, parenthesised_letter
+from earlyfusion.data.tasks.scoring import LETTERS, answer_line_letter, parenthesised_letter
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     benchmark,

@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.build import BUILDERS, build
-from earlyfusion.data.formats.group import Group
+from earlyfusion.data.formats import BUILDERS, Group, build
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.prepare.read import InputOptions, open_input

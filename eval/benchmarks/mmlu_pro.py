@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.scoring.answers import LETTERS, mmlu_pro_letter, published_guess
+from earlyfusion.data.tasks.scoring import LETTERS, mmlu_pro_letter, published_guess
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     benchmark,

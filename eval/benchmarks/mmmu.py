@@ -25,7 +25,7 @@ from typing import Any
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
-from earlyfusion.data.tasks.scoring.answers import LETTERS, open_match
+from earlyfusion.data.tasks.scoring import LETTERS, open_match
 from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly, mean
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
 from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record

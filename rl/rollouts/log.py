@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Text
-from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.data.synth.panels import render_text
 from earlyfusion.kernels.files import plain, read_jsonl, replacing, write_atomic
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig

@@ -28,9 +28,9 @@ from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.zero_vision import SYSTEM
+from earlyfusion.data.synth.panels import render_text
 from earlyfusion.data.tasks.problem import Form, Problem, Task
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.tool_tasks import FILE
 from earlyfusion.eval.measure import plain_prompt, replaced

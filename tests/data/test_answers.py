@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from earlyfusion.data.tasks.scoring.answers import (
+from earlyfusion.data.tasks.scoring import (
     answer_line_letter,
     best_choice,
     gsm8k_number,

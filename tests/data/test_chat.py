@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from jinja2 import Template as Jinja
 
-from earlyfusion.data.chat.rows import Media, messages_of
-from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.template import Media, Message, ToolCall, messages_of
 from earlyfusion.data.chat.tokens import ChatStream, Parsed, encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import REASONS, BadSample
-from earlyfusion.data.formats.build import build, describe
-from earlyfusion.data.formats.group import Group
+from earlyfusion.data.formats import Group, build, describe
 from earlyfusion.data.sample import Image, Regions, Text, VideoFile, answer_text, question_text
 from earlyfusion.data.sources.shards import ShardsOptions
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.regions import write_regions
+from earlyfusion.data.formats import write_regions
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
 from earlyfusion.vision.config import VisionConfig

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from earlyfusion.data.tasks.scoring import rewards as metrics_boxes
-from earlyfusion.data.tasks.scoring import text as metrics
-from earlyfusion.data.tasks.scoring.answers import candidates, open_match
+from earlyfusion.data.tasks import scoring as metrics
+from earlyfusion.data.tasks import scoring as metrics_boxes
+from earlyfusion.data.tasks.scoring import candidates, open_match
 
 
 def test_counts_are_read_from_digits_and_words_and_nothing_else():

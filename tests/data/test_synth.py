@@ -4,12 +4,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.clips import DIRECTIONS, Clip
-from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, SHAPES, pairs
-from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.synth.words import ASK_TEXT, Sign
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, DIRECTIONS, SHAPES, Clip, Scene, pairs
+from earlyfusion.data.synth.panels import ASK_TEXT, Board, Chart, Sign
 
 SEEDS = range(60)
 SIDES = {"min_side": 40, "max_side": 96}

@@ -10,8 +10,8 @@ import pytest
 
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.synth.graph import on_side
-from earlyfusion.data.tasks.maze import canonical, carve, door
 from earlyfusion.data.tasks.problem import Problem, TaskError
+from earlyfusion.data.tasks.puzzles import canonical, carve, door
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.data.tasks.text_math import TextMath
 

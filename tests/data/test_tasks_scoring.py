@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.formats.regions import write_regions
+from earlyfusion.data.formats import write_regions
 from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.synth.graph import SHAPES, corners, paint
-from earlyfusion.data.tasks.maze import parse_moves
+from earlyfusion.data.tasks import scoring
+from earlyfusion.data.tasks.puzzles import parse_moves
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
-from earlyfusion.data.tasks.scoring import rewards as scoring
 
 EXACT = 1e-9  # the same sums in another order
 # share of pixels that painted shapes and masks must agree on; shapes of 9 pixels are mostly boundary

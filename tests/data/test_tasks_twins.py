@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.clips import Clip
-from earlyfusion.data.synth.graph import COLOURS, font
-from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.synth.words import Sign
+from earlyfusion.data.synth.graph import COLOURS, Clip, Scene, font
+from earlyfusion.data.synth.panels import INK, MARGIN, SIZE, Board, Chart, Sign, cell, render_text
 from earlyfusion.data.tasks.registry import EXAMS, PROCEDURAL, make_task
-from earlyfusion.data.tasks.rendering import INK, MARGIN, SIZE, cell, render_text
 
 SEEDS = range(30)
 CELL = re.compile(r"an? (\w+) square at row (\d+), column (\d+)")

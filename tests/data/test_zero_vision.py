@@ -13,8 +13,7 @@ from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, pairs
-from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.graph import BACKGROUNDS, COLOURS, Scene, pairs
 from earlyfusion.data.tool_tasks import CELL, FILE, GRID_KINDS, Grid, filled, grid_facts, grid_sizes
 
 TALKS = 300

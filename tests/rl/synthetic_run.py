@@ -4,8 +4,8 @@ import json
 from random import Random
 from statistics import fmean
 
+from earlyfusion.data.synth.panels import render_text
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.eval.measured import Measured, summary, write_measured
 from earlyfusion.rl.rollouts.log import RolloutLog
 

@@ -24,7 +24,7 @@ from tool_cases import (
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
-from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.data.synth.panels import render_text
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.track import read_metrics

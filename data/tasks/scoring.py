@@ -1,10 +1,25 @@
-"""Rewards of free text against a gold answer. Every function takes any text and returns a number in [0, 1].
+"""Scores of free answers against a gold answer: metrics of text, published ways to read, rewards.
+
+Metrics of text. Nothing here guesses: an answer that cannot be read is wrong and counts as unextracted.
+    counting   the number said, as digits or as a word; exact, absolute error, within one
+    reading    CER = Levenshtein distance / length of gold; ANLS = 1 - distance / longer length, 0 from half
+               wrong on (threshold 0.5, ST-VQA); containment as OCRBench has it (inflates long answers: look
+               at CER beside it)
+    charts     relaxed accuracy of ChartQA: numbers within 5 %, all else equal without case; as published, so
+               "12" is wrong for "12%" (a percent sign divides by 100) and a gold 0 is compared as text
+
+Published answers; None: there is nothing to read. MMLU-Pro: the three levels of the official script
+(TIGER-AI-Lab/MMLU-Pro, evaluate_from_local.py). GPQA: simple-evals' line "Answer: X" and
+lm-evaluation-harness' "(X)". GSM8K: the number after "####" or the last number. MMMU: key phrases, numbers,
+containment.
+
+Rewards of free text against a gold answer. Every function takes any text and returns a number in [0, 1].
 
     counting      max(0, 1 - |n - gold| / max(gold, 1)); exactly one whole number must be said, as digits or
                   as a word
     value         the same for numbers with a fraction (chart values: relative error)
     number        1 for the number itself, 0 for any other
-    words         1 for the words themselves without case, article and closing punctuation (text.py)
+    words         1 for the words themselves without case, article and closing punctuation (normalise)
     boxes         F1 with soft matches: 2 * sum of IoU over the best matching / (boxes said + boxes in gold)
     points        the same with exp(-d^2 / 2 sigma^2), sigma relative to the object
     polygon       IoU of two masks, a pixel being inside when its centre is (even-odd rule)
@@ -23,7 +38,7 @@ Forms that `parse_boxes` reads (x from the left, y from the top; right and botto
     [12, 30, 40, 58]      four numbers in brackets or parentheses, also "x1=12 y1=30 x2=40 y2=58" and JSON
                           "bbox_2d"
     (12,30),(40,58)       two corners, as Qwen-VL writes them
-    {"label": ..., "box": [...], "box01": [...]}   data/formats/regions.py, as Kimi K3: box01 (shares of the
+    {"label": ..., "box": [...], "box01": [...]}   data/formats.py, as Kimi K3: box01 (shares of the
                                                    sides) is read if there
     <loc0123>...          four PaliGemma location tokens, order y0 x0 y1 x1, in 1/1024 of the sides
 
@@ -33,15 +48,243 @@ Units are never guessed from the size of the numbers: `units` is "pixels" or "re
 from __future__ import annotations
 
 import math
+import random
 import re
+import string
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from earlyfusion.data.tasks.scoring.answers import normal_number
-from earlyfusion.data.tasks.scoring.text import normalise, parse_count, tame
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    " seventeen eighteen nineteen twenty"
+).split()
+# "none" and "no circles" count to 0.
+_WORD_VALUE = {**{word: value for value, word in enumerate(NUMBER_WORDS)}, "none": 0, "no": 0}
+# Twelve digits at most: Python refuses to read a number of thousands of them.
+_COUNT = re.compile(rf"(?<![\w.])(-?\d{{1,12}})(?![\w]|\.\d)|\b({'|'.join(_WORD_VALUE)})\b", re.IGNORECASE)
+# ST-VQA: worse than that is another word, not a misread one.
+ANLS_THRESHOLD = 0.5
+RELAXED_TOLERANCE = 0.05
+
+
+def squeeze(text: str) -> str:
+    """Runs of blanks become one blank, those around go."""
+    return " ".join(text.split())
+
+
+def tame(text: str) -> str:
+    """Squeezed, decimals after the sixth go, and runs of more than 12 digits become an x, so that no
+    expression of ours backtracks for long over a hostile text."""
+    return re.sub(r"\d{13,}", "x", re.sub(r"(\.\d{6})\d+", r"\1", squeeze(text)))
+
+
+def normalise(text: str) -> str:
+    """Lower case, single spaces, without a leading article and closing punctuation: "The red circle." -> "red
+    circle"."""
+    return re.sub(r"^(a|an|the) ", "", squeeze(text.lower()).strip(" .,!?:;\"'"))
+
+
+def first_line(text: str) -> str:
+    """The first line with anything on it, without blanks around; "" when there is none."""
+    return (text.strip().splitlines() or [""])[0].strip()
+
+
+def parse_count(text: str) -> int | None:
+    """The first whole number said: digits, or none ... twenty in words. None when there is none ("3.5" is
+    none)."""
+    found = _COUNT.search(text)
+    if found is None:
+        return None
+    return int(found[1]) if found[1] else _WORD_VALUE[found[2].lower()]
+
+
+def levenshtein(a: Sequence, b: Sequence) -> int:
+    """Fewest insertions, deletions and substitutions that turn `a` into `b`. O(len(a) * len(b)) time, one
+    row."""
+    # One row of the table at a time.
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def error_rate(said: Sequence, gold: Sequence) -> float:
+    """Levenshtein distance over the length of gold: of characters for strings, of words for lists of them.
+
+    May exceed 1. For an empty gold: 0 if said is empty, else 1.
+    """
+    return levenshtein(said, gold) / len(gold) if gold else float(bool(said))
+
+
+def similarity(said: str, gold: str) -> float:
+    """1 - distance / longer length, blanks squeezed; 1 when both are empty."""
+    said, gold = squeeze(said), squeeze(gold)
+    return 1.0 - levenshtein(said, gold) / max(len(said), len(gold), 1)
+
+
+def anls(said: str, gold: str) -> float:
+    """`similarity` of the lower-case texts; 0 for what is half wrong or worse."""
+    share = similarity(said.lower(), gold.lower())
+    return share if share > 1 - ANLS_THRESHOLD else 0.0
+
+
+def contains(said: str, gold: str) -> bool:
+    """Whether gold stands in the answer, both in lower case and with single spaces (OCRBench)."""
+    return squeeze(gold.lower()) in squeeze(said.lower())
+
+
+def exact_match(said: str, gold: str) -> bool:
+    """Whether the first line of the answer is gold, after `normalise`."""
+    return normalise(first_line(said)) == normalise(gold)
+
+
+def relaxed_match(said: str, gold: str) -> bool:
+    """ChartQA's relaxed correctness: both numbers and within 5 % of gold, else equal without case."""
+    value, target = _as_float(said), _as_float(gold)
+    # A gold 0 has no relative error: it is compared as text, as published.
+    if value is not None and target:
+        return abs(value - target) / abs(target) <= RELAXED_TOLERANCE
+    return said.lower() == gold.lower()
+
+
+def _as_float(text: str) -> float | None:
+    """Published reading of a number: a closing "%" divides by 100; None for anything float() refuses."""
+    try:
+        value = float(text.rstrip("%"))
+    except ValueError:
+        return None
+    return value / 100.0 if text.endswith("%") else value
+
+
+LETTERS = string.ascii_uppercase
+
+# The three of the official script, one for each level.
+_ANSWER_IS = re.compile(r"answer is \(?([A-J])\)?")
+_ANSWER_COLON = re.compile(r".*[aA]nswer:\s*([A-J])")
+_ALONE = re.compile(r"\b([A-J])\b")
+_ANSWER_LINE = re.compile(r"(?i)answer[ \t]*:[ \t]*\$?\(?([A-Z])\)?\$?(?![A-Za-z])")
+_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+_DECIMAL = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|-?\.\d+")
+_ANNOUNCE = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
+
+
+def mmlu_pro_letter(text: str, levels: int = 3) -> tuple[str, int] | None:
+    """(letter A-J, level that found it). Level 1: the first "answer is (X)"; 2: "answer: X", the last one of
+    the first line that has one; 3: the last capital A-J that stands alone. `levels` = 1 or 2 stops earlier.
+    """
+    for level, pattern in enumerate((_ANSWER_IS, _ANSWER_COLON, _ALONE)[:levels], 1):
+        # The first announcement counts, but the last letter that merely stands there.
+        found = pattern.findall(text)
+        if found:
+            return found[-1 if pattern is _ALONE else 0], level
+    return None
+
+
+def published_guess(options: int) -> int:
+    """Index the official MMLU-Pro script draws for a question without an extracted answer: it seeds the
+    generator anew for each one, so the guess depends on the number of options alone."""
+    # The seed is the script's own, and the score is compared with published ones.
+    return random.Random(12345).randint(0, options - 1)
+
+
+def answer_line_letter(text: str, options: int = 4, *, which: str = "last") -> str | None:
+    """Letter of the "Answer: X" lines; which = "last", or "first" as in simple-evals. Markup (** and $) is
+    ignored."""
+    found = _listed(_ANSWER_LINE.findall(text.replace("**", "")), options)
+    # simple-evals takes the first line, which pays a model for guessing early.
+    if which == "first":
+        found.reverse()
+    return found[-1] if found else None
+
+
+def parenthesised_letter(text: str, options: int = 4) -> str | None:
+    """The last "(X)" with X among the options (lm-evaluation-harness' flexible extraction)."""
+    found = _listed(re.findall(r"\(([A-Z])\)", text), options)
+    return found[-1] if found else None
+
+
+def _listed(letters: Sequence[str], options: int) -> list[str]:
+    return [letter.upper() for letter in letters if letter.upper() in LETTERS[:options]]
+
+
+def gsm8k_number(text: str) -> str | None:
+    """The number after "####"; without one, the last number of the text. Normalised."""
+    if match := _HASHES.search(text):
+        return normal_number(match[1])
+    # The last of them: a solution ends with its result.
+    values = [normal_number(found) for found in _NUMBER.findall(text)]
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def normal_number(text: str) -> str | None:
+    """ "$1,200." -> "1200", "3.50" -> "3.5", "-0" -> "0"; None for what is no number."""
+    # Commas between thousands and a dollar sign are how the number is written.
+    cleaned = text.replace(",", "").replace("$", "").strip().rstrip(".")
+    if not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", cleaned):
+        return None
+    whole, _, part = cleaned.lstrip("-").partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    value = f"{whole}.{part}" if part else whole
+    # Zero has no sign: "-0.0" and "0" are one answer.
+    return f"-{value}" if cleaned.startswith("-") and value != "0" else value
+
+
+def best_choice(values: Sequence[float]) -> int:
+    """Index of the largest value, the first of equals."""
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def open_match(response: str, golds: Sequence[str]) -> bool:
+    """Whether one of the accepted answers is said, as MMMU's published evaluation reads it.
+
+    A gold string must stand in a candidate phrase, a gold number must equal one of the numbers there after
+    rounding to two places.
+    """
+    phrases = candidates(response)
+    # A number may be the phrase itself or stand in it.
+    values = set()
+    for phrase in phrases:
+        values |= {as_number(found) for found in [phrase, *_DECIMAL.findall(phrase)]}
+    for gold in golds:
+        number = as_number(gold)
+        if number is not None and number in values:
+            return True
+        if number is None and any(gold.strip().lower() in phrase for phrase in phrases):
+            return True
+    return False
+
+
+def candidates(response: str) -> list[str]:
+    """The phrases of a response that may be its answer, in lower case: what follows the last of the words
+    that announce a result, in each sentence; the whole response when none is announced."""
+    text = response.strip().strip(".").lower()
+    sentences = [part for part in re.split(r"\.\s(?=[a-z])|\n", text) if part.strip()]
+    found = []
+    for index, sentence in enumerate(sentences):
+        # Only at the end does an equals sign give the result; before, it is a step.
+        words = (*_ANNOUNCE, "=") if index == len(sentences) - 1 else _ANNOUNCE
+        # What follows the announcement that comes last is shortest.
+        tails = [sentence.split(word)[-1].strip() for word in words if word in sentence]
+        shortest = min(tails, key=len, default="")
+        if shortest.strip(" ,.!?;:'"):
+            found.append(shortest)
+    return found or [text]
+
+
+def as_number(text: str) -> float | None:
+    """The whole text as a number, commas between thousands allowed, rounded to two places; None for anything
+    else."""
+    try:
+        return round(float(text.strip().replace(",", "")), 2)
+    except ValueError:
+        return None
+
 
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
