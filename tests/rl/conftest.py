@@ -1,8 +1,9 @@
-"""Lets the tests of this room share the builders of the model's tests."""
+"""Lets the tests of this room share the builders of the model's and the pipeline's tests."""
 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

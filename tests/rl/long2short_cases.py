@@ -11,7 +11,6 @@ import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
 from rl_cases import trained_logprobs
-from safetensors.torch import load_file
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.model.engine.requests import Completion
@@ -58,7 +57,7 @@ def toy_directory(folder: Path) -> Path:
     return save_model(net.eval(), TOKENIZER, folder / "toy")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     return toy_directory(tmp_path_factory.mktemp("toy"))
 
@@ -87,10 +86,6 @@ def words(way: str, folder: Path, out: Path, more: str = "", problems: int = 16)
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(str(folder / "model.safetensors"))
 
 
 def told(capsys) -> str:

@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from engine_cases import SHAPE, TOKENIZER, model
 from fusion_cases import TEXTS
-from long2short_cases import call, lines, told, weights
+from long2short_cases import call, lines, told
 from PIL import Image
 from rl_cases import model_directory, problem_of
 
@@ -47,13 +47,12 @@ def average(folders, out, more="") -> int:
 def test_merged_directories_hold_the_weighted_mean_of_every_tensor(untrained, tmp_path, given, shares):
     out = tmp_path / "merged"
     assert average(untrained, out, given) == 0
-    first, second, merged = (weights(folder) for folder in (*untrained, out))
+    first, second, merged = (load_model(folder).state_dict() for folder in (*untrained, out))
     assert merged.keys() == first.keys()
     for name, tensor in merged.items():
         assert tensor.dtype == first[name].dtype
         by_hand = shares[0] * first[name].double() + shares[1] * second[name].double()
         torch.testing.assert_close(tensor.double(), by_hand, atol=MEAN_ATOL, rtol=1e-6)
-    load_model(out)
     assert Tokenizer.load(out).hash == Tokenizer.load(untrained[0]).hash
     card = (out / "README.md").read_text()
     assert all(f"{share:.4g} of `{folder}`" in card for share, folder in zip(shares, untrained))

@@ -8,15 +8,14 @@ import torch
 from engine_cases import TOKENIZER, model
 from rl_cases import PTX, model_directory, run, spaces, training
 from safetensors.torch import load_file
+from tiny_run import assert_same, numbers, weights
 
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.collect import CHECK_EVERY
 from earlyfusion.rl.rollouts.curriculum import success_rates
 from earlyfusion.rl.rollouts.experience import experience
 
-CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
 
 
@@ -26,24 +25,6 @@ def folder(tmp_path_factory):
 
 
 pytestmark = pytest.mark.usefixtures("rewards_called_here")
-
-
-def numbers(out: Path) -> list[dict]:
-    """Every number of metrics.jsonl that is no clock."""
-    return [
-        {key: value for key, value in record.items() if not any(word in key for word in CLOCK)}
-        for record in read_metrics(out / "metrics.jsonl", "train")
-    ]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(str(out / "model" / "model.safetensors"))
-
-
-def assert_same(left: Path, right: Path) -> None:
-    assert numbers(left) == numbers(right) != []
-    ours, theirs = weights(left), weights(right)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
 
 
 PARTIAL = {

@@ -290,7 +290,8 @@ def test_a_signal_lets_stages_save_and_the_next_start_goes_on(tmp_path, stage, e
 
 
 def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys, monkeypatch):
-    config = study(seeds=2, rl_seeds=1)
+    sizes = {"problems": 30, "samples": 4, "forms": ["twin", "picture"]}
+    config = study(seeds=2, rl_seeds=1, measure=sizes)
     recipe, out = tmp_path / "mine.toml", tmp_path / "out"
     recipe.write_text(to_toml(config.model_dump(mode="json")))
     plant(config, tmp_path / "planted", {("vision", TWIN): 0.3})

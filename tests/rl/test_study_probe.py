@@ -25,25 +25,14 @@ def folder(tmp_path_factory):
     return model_directory(tmp_path_factory.mktemp("start"))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_planted_answer_is_read_and_noise_is_not(seed):
-    torch.manual_seed(seed)
-    answers_N = torch.randint(4, (600,))
-    direction_CD = torch.randn(4, 24)
-    states_ND = direction_CD[answers_N] + 0.1 * torch.randn(600, 24)
-    states_ND[:, 5] = 3.0  # a dead unit has no spread
-    reader = Reader(states_ND[:400], answers_N[:400], 4)
-    assert bool((reader(states_ND[400:]) == answers_N[400:]).all())
-    blind = Reader(torch.randn(400, 24), answers_N[:400], 4)
-    hit = float((blind(torch.randn(200, 24)) == answers_N[400:]).double().mean())
-    assert hit < 0.25 + 5 * (0.25 * 0.75 / 200) ** 0.5  # five standard deviations above chance
-
-
 def test_the_regression_is_the_least_of_its_objective():
     """Oracle: no step in any direction lowers mean |x w + b - y|^2 + RIDGE |w|^2."""
     torch.manual_seed(2)
-    states_ND, answers_N = torch.randn(50, 7), torch.randint(3, (50,))
+    answers_N = torch.randint(3, (50,))
+    states_ND = torch.randn(3, 7)[answers_N] + 0.1 * torch.randn(50, 7)
+    states_ND[:, 5] = 3.0  # a dead unit has no spread
     reader = Reader(states_ND, answers_N, 3)
+    assert torch.equal(reader(states_ND), answers_N)
     x_ND = (states_ND.double() - reader.mean_D) / reader.scale_D
     y_NC = torch.nn.functional.one_hot(answers_N, 3).double()
 
