@@ -219,7 +219,7 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     home, more = Path(__file__).parent, f"{DPO} --set run.steps=3 --set optim.name=adamw"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{home.parent / 'model'}"}
     assert call("dpo", toy, tmp_path / "1", more) == 0
-    launch = "-m torch.distributed.run --nproc-per-node 2 --master-port 29683 -m earlyfusion.pipeline.cli"
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m earlyfusion.pipeline.cli"
     command = [sys.executable, *launch.split(), "long2short", *words("dpo", toy, tmp_path / "2", more)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
