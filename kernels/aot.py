@@ -122,7 +122,7 @@ def kda() -> Iterator[Use]:
     for dim in (64, 128, 256):
         rows = [torch.zeros(5, *shape, dtype=BF16) for shape in ((96 * dim,), (32, dim), (32,))]
         gate = torch.zeros(96 * dim, 4), torch.zeros(32), torch.zeros(32, dim)
-        cache, slots = DecodeCache.new(64, 32, dim, dim), torch.arange(5)
+        cache, slots = DecodeCache.new(64, 32, 32, dim, dim), torch.arange(5)
         inputs: list[Any] = [*rows, *gate, cache, slots, slots]
         for bound in (None, -5.0):
             yield "kda_decode", f"K{dim} bound {bound}", partial(decode, *inputs, lower_bound=bound)

@@ -8,7 +8,7 @@ row and shared by all layers.
 
 Legend: T tokens, N documents.
 
-What operations ask of their arguments. An argument's name says its shape: q_TGK is [T, G, K].
+What operations ask of their arguments. An argument's name says its shape: q_THK is [T, H, K].
 
 Kernels trust their pointers, so what could make one read outside its tensor is refused here. First the checks
 that all share, then those of single operations, which every form of one but the definition calls.
@@ -224,17 +224,19 @@ def check_kda(op: str, x: Inputs, tokens: int) -> dict[str, int]:
     Raises:
         ValueError: naming the argument whose shape does not fit the others or the number of tokens.
     """
-    return check_shapes(
+    sizes = check_shapes(
         op,
         {"T": tokens},
-        q_TGK=x.q,
-        k_TGK=x.k,
+        q_THK=x.q,
+        k_THK=x.k,
         v_TGV=x.v,
         f_TGK=x.f,
         b_TG=x.b,
         A_log_G=x.A_log,
         dt_bias_GK=x.dt_bias,
     )
+    check_multiple(op, "value heads", sizes["G"], "query heads", sizes["H"])
+    return sizes
 
 
 def check_conv(x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments) -> None:

@@ -236,7 +236,7 @@ class Pools:
                 layers.append(MlaPages(like.new_zeros(rows, size), page_size))
             elif has_kernel("kda", like) and like.dtype != torch.float64:
                 ring = DecodeCache.new(
-                    slots + 1, heads, dim, dim, width=width, dtype=like.dtype, device=like.device
+                    slots + 1, heads, heads, dim, dim, width=width, dtype=like.dtype, device=like.device
                 )
                 layers.append(RingSlots(ring, width))
             else:

@@ -40,7 +40,7 @@ block forward substitution, no powers of L, so it is stable for correlated keys.
 Definition: kernels/kda/naive.py. Source of the recurrence: Kimi Linear technical report (arXiv 2510.26692),
 section 3.
 
-Legend: T tokens, D documents, N chunks, C tokens per chunk, G heads, K key dim, V
+Legend: T tokens, D documents, N chunks, C tokens per chunk, H query/key heads, G value heads, K key dim, V
 value dim, B = N * G.
 
 Chunk grids: how the tokens of a packed row are cut into chunks, and in which order chunk states depend on
@@ -407,32 +407,43 @@ class _Operands(NamedTuple):
     k_BCK: Tensor
     alpha_BCK: Tensor  # 0 at a severed row, 1 at a dead one
     beta_BC1: Tensor
-    norm_q_TG1: Tensor  # scale / |q|
-    norm_k_TG1: Tensor
+    norm_q_TH1: Tensor  # scale / |q|
+    norm_k_TH1: Tensor
     g_TGK: Tensor  # log of alpha, nats
 
 
-def _normalized(x_TGK: Tensor, scale: float, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(scale * x / |x| as [B, C, K], scale / |x| as [T, G, 1])."""
-    norm_TG1 = torch.linalg.vecdot(x_TGK, x_TGK).add_(L2_EPS).rsqrt_().mul_(scale).unsqueeze(-1)
-    x_NGCK = grid.chunks(x_TGK)
-    out = torch.empty(x_NGCK.shape, dtype=x_TGK.dtype, device=x_TGK.device)
-    torch.mul(x_NGCK, grid.chunks(norm_TG1), out=out)
-    return out.view(-1, *out.shape[2:]), norm_TG1
+def _normalized(x_THK: Tensor, scale: float, group: int, grid: Grid) -> tuple[Tensor, Tensor]:
+    """(scale * x / |x| as [B, C, K], scale / |x| as [T, H, 1])."""
+    # The norm is taken per query head, before the value heads of a group share it.
+    norm_TH1 = torch.linalg.vecdot(x_THK, x_THK).add_(L2_EPS).rsqrt_().mul_(scale).unsqueeze(-1)
+    x_NHCK = grid.chunks(x_THK)
+    out = torch.empty(x_NHCK.shape, dtype=x_THK.dtype, device=x_THK.device)
+    torch.mul(x_NHCK, grid.chunks(norm_TH1), out=out)
+    if group > 1:
+        out = out.repeat_interleave(group, dim=1)
+    return out.view(-1, *out.shape[2:]), norm_TH1
 
 
 def _normalize_backward(
-    dy_BCK: Tensor, y_BCK: Tensor, norm_TG1: Tensor, scale: float, x: Tensor, grid: Grid
+    dy_BCK: Tensor, y_BCK: Tensor, norm_TH1: Tensor, scale: float, x: Tensor, group: int, grid: Grid
 ) -> Tensor:
     """Gradient of the raw q or k: (scale / |x|) (dy - y (y . dy) / scale^2)."""
     along_BC1 = torch.linalg.vecdot(y_BCK, dy_BCK).unsqueeze(-1)
+    if group > 1:
+        # The value heads of a group share one query: their gradients add up.
+        shape = (grid.num, x.shape[1], group, grid.chunk, -1)
+        flat = (-1, grid.chunk)
+        dy_BCK = dy_BCK.view(shape).sum(2).reshape(*flat, dy_BCK.shape[-1])
+        along_BC1 = along_BC1.view(shape).sum(2).reshape(*flat, 1)
+        y_BCK = y_BCK.view(shape)[:, :, 0].reshape(*flat, y_BCK.shape[-1])
     dx_BCK = torch.addcmul(dy_BCK, y_BCK, along_BC1, value=-1.0 / scale**2)
-    return grid.rows(dx_BCK).mul_(norm_TG1).to(x.dtype)
+    return grid.rows(dx_BCK).mul_(norm_TH1).to(x.dtype)
 
 
 def _operands(x: Inputs, lower_bound: float | None, grid: Grid, dtype: torch.dtype) -> _Operands:
-    q_BCK, norm_q = _normalized(x.q.to(dtype), x.q.shape[2] ** -0.5, grid)
-    k_BCK, norm_k = _normalized(x.k.to(dtype), 1.0, grid)
+    group = x.v.shape[1] // x.q.shape[1]
+    q_BCK, norm_q = _normalized(x.q.to(dtype), x.q.shape[2] ** -0.5, group, grid)
+    k_BCK, norm_k = _normalized(x.k.to(dtype), 1.0, group, grid)
 
     g_TGK = log_decay(x.f, x.A_log, x.dt_bias, lower_bound).to(dtype)
     alpha_TGK = g_TGK.exp()
@@ -481,7 +492,7 @@ class _ChunkKDA(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         initial, P, T, R, before, after, *tensors = ctx.saved_tensors
         x, (lower_bound, grid), dtype = Inputs(*tensors), ctx.settings, R.dtype
-        scale = x.q.shape[2] ** -0.5
+        group, scale = x.v.shape[1] // x.q.shape[1], x.q.shape[2] ** -0.5
         with without_autocast(x.q):
             made = _operands(x, lower_bound, grid, dtype)
             tree, _, _ = climb(made.q_BCK, made.k_BCK, made.alpha_BCK, None, keep=True)
@@ -525,8 +536,8 @@ class _ChunkKDA(torch.autograd.Function):
                 None,
                 None,
                 dinitial,
-                _normalize_backward(dq, made.q_BCK, made.norm_q_TG1, scale, x.q, grid),
-                _normalize_backward(dk, made.k_BCK, made.norm_k_TG1, 1.0, x.k, grid),
+                _normalize_backward(dq, made.q_BCK, made.norm_q_TH1, scale, x.q, group, grid),
+                _normalize_backward(dk, made.k_BCK, made.norm_k_TH1, 1.0, x.k, group, grid),
                 grid.rows(minus_dV.neg_()).to(x.v.dtype),
                 df.to(x.f.dtype),
                 grid.rows(db_BC1).squeeze(-1).to(x.b.dtype),
@@ -569,8 +580,8 @@ def _state_gradients(
 
 
 def kda(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
     v_TGV: Tensor,
     f_TGK: Tensor,
     b_TG: Tensor,
@@ -591,7 +602,7 @@ def kda(
     Raises:
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
     """
-    x = Inputs(q_TGK, k_TGK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
+    x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
     sizes = check_kda("kda", x, segments.total)
     if chunk is None:
         # Measured fastest on a CPU.
@@ -599,7 +610,7 @@ def kda(
     # The tree inside a chunk halves it down to single tokens.
     if chunk < 2 or chunk & (chunk - 1):
         raise ValueError(f"kda: chunk={chunk}; expected a power of two, at least 2, or None for the default")
-    dtype = wide_dtype(q_TGK, v_TGV)
+    dtype = wide_dtype(q_THK, v_TGV)
     if segments.total == 0:
         state = v_TGV.new_zeros((0, sizes["G"], sizes["K"], sizes["V"]), dtype=dtype)
         return v_TGV.clone(), state if output_final_state else None
@@ -608,7 +619,7 @@ def kda(
     aligned = output_final_state or initial_state_NGKV is not None
 
     def run(aligned: bool) -> tuple[Tensor, Tensor]:
-        grid = chunk_grid(segments, chunk, aligned, dtype, q_TGK.device)
+        grid = chunk_grid(segments, chunk, aligned, dtype, q_THK.device)
         found: tuple[Tensor, Tensor] = _ChunkKDA.apply(lower_bound, grid, initial_state_NGKV, *x)
         return found
 

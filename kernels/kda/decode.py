@@ -4,7 +4,7 @@
 tensors and launches a fixed grid, so it can stand inside a CUDA graph. It brings one new token per sequence.
 
 Definition: ``short_conv`` and ``kda`` in kernels/kda/naive.py, token by token. Legend: B sequences, S slots,
-R ring rows, G heads, K key dim, V value dim, C = G (2 K + V) channels (q, k, v
+R ring rows, H query/key heads, G value heads, K key dim, V value dim, C = 2 H K + G V channels (q, k, v
 joined), W taps.
 
 One decode token of Kimi Delta Attention and its convolution with few, batched torch operations.
@@ -16,7 +16,7 @@ The state is read once for the prediction and once for the output: with u = alph
 so both reads go through one batched matrix product on the state before its update. Definition:
 kernels/kda/naive.py.
 
-Legend: B sequences, G heads, K key dim, V value dim.
+Legend: B sequences, H query/key heads, G value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class DecodeCache:
         cls,
         slots: int,
         heads: int,
+        value_heads: int,
         key_dim: int,
         value_dim: int,
         *,
@@ -58,8 +59,8 @@ class DecodeCache:
     ) -> DecodeCache:
         """Empty slots; the ring holds as many rows as the convolution has taps."""
         # q, k and v of a token lie side by side, as the projection leaves them.
-        channels = heads * (2 * key_dim + value_dim)
-        state = torch.zeros(slots, heads, value_dim, key_dim, dtype=torch.float32, device=device)
+        channels = 2 * heads * key_dim + value_heads * value_dim
+        state = torch.zeros(slots, value_heads, value_dim, key_dim, dtype=torch.float32, device=device)
         return cls(state, torch.zeros(slots, width, channels, dtype=dtype, device=device))
 
 
@@ -112,11 +113,13 @@ def decode(
             raise ValueError(
                 f"decode: {name} is {sizes[name]}; expected 1 to {MAX_DIM} (EF_KERNELS=torch: any)"
             )
-    slots, heads, value_dim, key_dim = state.shape
-    channels = heads * (2 * key_dim + value_dim)
-    if sizes["C"] != channels:
+    # The number of query heads is nowhere given: it is what the channels leave for q and k.
+    slots, groups, value_dim, key_dim = state.shape
+    heads, rest = divmod(sizes["C"] - groups * value_dim, 2 * key_dim)
+    if rest or heads < 1 or groups % heads:
         raise ValueError(
-            f"decode: x_BC has {sizes['C']} channels; expected q, k and v of {heads} heads: {channels}"
+            f"decode: x_BC has {sizes['C']} channels; expected 2 H K + G V with G V = {groups * value_dim},"
+            f" K = {key_dim} and H a divisor of {groups}"
         )
     # A program may write the new row while another still reads the oldest.
     rows, width = sizes["R"], sizes["W"]
@@ -124,12 +127,12 @@ def decode(
         raise ValueError(f"decode: the cache has {rows} ring rows; expected at least W = {width}")
 
     batch = sizes["B"]
-    o_BGV = torch.empty(batch, heads, value_dim, dtype=x_BC.dtype, device=x_BC.device)
+    o_BGV = torch.empty(batch, groups, value_dim, dtype=x_BC.dtype, device=x_BC.device)
     # Value rows of the state per program; wider keys leave fewer registers for them.
     block = min(power_of_two(value_dim), 16 if key_dim > 128 else 32)
     if batch:
         with on_device(x_BC):
-            kernel[(-(-value_dim // block), batch, heads)](
+            kernel[(-(-value_dim // block), batch, groups)](
                 x_BC,
                 *tensors.values(),
                 state,
@@ -140,7 +143,8 @@ def decode(
                 lower_bound or 0.0,
                 slots,
                 rows,
-                heads,
+                groups,
+                GROUP=groups // heads,
                 K=key_dim,
                 V=value_dim,
                 KP=power_of_two(key_dim),
@@ -157,8 +161,8 @@ def decode(
 
 @torch.no_grad()
 def kda_step(
-    q_BGK: Tensor,
-    k_BGK: Tensor,
+    q_BHK: Tensor,
+    k_BHK: Tensor,
     v_BGV: Tensor,
     f_BGK: Tensor,
     b_BG: Tensor,
@@ -172,16 +176,19 @@ def kda_step(
     Returns (o_BGV in the dtype of v, new state_BGKV in float32, or float64 for float64 inputs).
     ``state_BGKV`` is not modified.
     """
-    x = Inputs(q_BGK, k_BGK, v_BGV, f_BGK, b_BG, A_log_G, dt_bias_GK)
+    x = Inputs(q_BHK, k_BHK, v_BGV, f_BGK, b_BG, A_log_G, dt_bias_GK)
     check_kda("kda_step", x, state_BGKV.shape[0])
-    dtype = wide_dtype(q_BGK, v_BGV, state_BGKV)
-    scale = q_BGK.shape[-1] ** -0.5
-    qk_2BGK = l2_normalize(torch.stack([q_BGK, k_BGK]).to(dtype))
+    dtype = wide_dtype(q_BHK, v_BGV, state_BGKV)
+    group = v_BGV.shape[1] // q_BHK.shape[1]
+    scale = q_BHK.shape[-1] ** -0.5
+    qk_2BGK = l2_normalize(torch.stack([q_BHK, k_BHK]).to(dtype))
+    if group > 1:
+        qk_2BGK = qk_2BGK.repeat_interleave(group, dim=2)
     alpha_BGK = log_decay(f_BGK, A_log_G, dt_bias_GK, lower_bound).to(dtype).exp_()
     beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
 
     state_BGKV = state_BGKV.to(dtype)
-    with without_autocast(q_BGK):
+    with without_autocast(q_BHK):
         # The state is the large operand: q and k read it in one pass, before it is changed.
         reads_BG2V = (qk_2BGK * alpha_BGK).permute(1, 2, 0, 3) @ state_BGKV
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - reads_BG2V[:, :, 1])

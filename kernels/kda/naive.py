@@ -9,7 +9,8 @@ V]:
 q and k are L2-normalised, alpha = exp(g) per key channel (`log_decay`), beta = sigmoid(b). The state
 is float32. Gradients come from autograd. Slow; meant for tests and for reading.
 
-Legend: T tokens, B sequences, N documents, G heads, K key dim, V value dim, C channels, W taps.
+Legend: T tokens, B sequences, N documents, H query/key heads, G value heads (a multiple of H; value head g
+reads query/key head g // (G / H)), K key dim, V value dim, C channels, W taps.
 
 The two KDA forget gates, in natural log units, with their closed-form gradients.
 
@@ -38,8 +39,8 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 def kda_step(
-    q_BGK: Tensor,
-    k_BGK: Tensor,
+    q_BHK: Tensor,
+    k_BHK: Tensor,
     v_BGV: Tensor,
     f_BGK: Tensor,
     b_BG: Tensor,
@@ -53,28 +54,30 @@ def kda_step(
     Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new
     state_BGKV).
     """
-    dtype = wide_dtype(q_BGK, v_BGV, state_BGKV)
-    scale = q_BGK.shape[-1] ** -0.5
-    q_BGK, k_BGK = (l2_normalize(x_BGK.to(dtype)) for x_BGK in (q_BGK, k_BGK))
+    dtype = wide_dtype(q_BHK, v_BGV, state_BGKV)
+    group = v_BGV.shape[1] // q_BHK.shape[1]
+    scale = q_BHK.shape[-1] ** -0.5
+    q_BGK = l2_normalize(q_BHK.to(dtype)).repeat_interleave(group, dim=1)
+    k_BGK = l2_normalize(k_BHK.to(dtype)).repeat_interleave(group, dim=1)
     alpha_BGK = log_decay(f_BGK, A_log_G, dt_bias_GK, lower_bound).to(dtype).exp()
     beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
 
     # The order of the delta rule: forget first, then ask what the decayed state predicts for this key, then
     # correct it by what the value has beyond that.
     decayed_BGKV = state_BGKV.to(dtype) * alpha_BGK.unsqueeze(-1)
-    with without_autocast(q_BGK):
+    with without_autocast(q_BHK):
         predicted_BGV = torch.einsum("bgk,bgkv->bgv", k_BGK, decayed_BGKV)
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - predicted_BGV)
     state_BGKV = decayed_BGKV + k_BGK.unsqueeze(-1) * delta_BGV.unsqueeze(-2)
-    with without_autocast(q_BGK):
+    with without_autocast(q_BHK):
         # Read after the update: a token sees itself.
         o_BGV = scale * torch.einsum("bgk,bgkv->bgv", q_BGK, state_BGKV)
     return o_BGV.to(v_BGV.dtype), state_BGKV
 
 
 def kda(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
     v_TGV: Tensor,
     f_TGK: Tensor,
     b_TG: Tensor,
@@ -89,7 +92,7 @@ def kda(
     """KDA over packed documents, one token after the other.
 
     Args:
-        q_TGK, k_TGK: queries and keys after the convolution, before normalisation.
+        q_THK, k_THK: queries and keys after the convolution, before normalisation.
         v_TGV: values. f_TGK: gate pre-activations. b_TG: logits of beta.
         A_log_G, dt_bias_GK: gate parameters, see `log_decay`.
         segments: the documents of the row; no state passes from one to the next.
@@ -100,10 +103,10 @@ def kda(
     Returns:
         (o_TGV in the dtype of v, final_state_NGKV in float32, or float64 for float64 inputs, or None).
     """
-    rows, state_NGKV = (q_TGK, k_TGK, v_TGV, f_TGK, b_TG), initial_state_NGKV
+    rows, state_NGKV = (q_THK, k_THK, v_TGV, f_TGK, b_TG), initial_state_NGKV
     if state_NGKV is None:
         shape = segments.num, *f_TGK.shape[1:], v_TGV.shape[2]
-        state_NGKV = torch.zeros(shape, dtype=wide_dtype(q_TGK, v_TGV), device=v_TGV.device)
+        state_NGKV = torch.zeros(shape, dtype=wide_dtype(q_THK, v_TGV), device=v_TGV.device)
 
     # The empty first parts keep the dtype and the shape where there is no document at all.
     outputs, states = [torch.zeros_like(v_TGV[:0])], [state_NGKV[:0]]

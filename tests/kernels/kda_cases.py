@@ -40,21 +40,21 @@ def gate_inputs(regime, tokens, heads, key_dim, generator):
     }[regime]
 
 
-def inputs(lengths, *, seed=0, heads=2, key_dim=8, value_dim=6, states=False, regime="spread"):
+def inputs(lengths, *, seed=0, heads=2, group=1, key_dim=8, value_dim=6, states=False, regime="spread"):
     """(segments, list of float64 leaf tensors in the order of NAMES, lower_bound)."""
     generator = torch.Generator().manual_seed(seed)
     segments = Segments(tuple(lengths))
-    tokens = segments.total
+    tokens, values = segments.total, heads * group
     normal = lambda *shape: torch.randn(*shape, generator=generator)
-    f, A_log, dt_bias, lower_bound = gate_inputs(regime, tokens, heads, key_dim, generator)
+    f, A_log, dt_bias, lower_bound = gate_inputs(regime, tokens, values, key_dim, generator)
     tensors = [
         normal(tokens, heads, key_dim),
         normal(tokens, heads, key_dim),
-        normal(tokens, heads, value_dim),
+        normal(tokens, values, value_dim),
     ]
-    tensors += [f, normal(tokens, heads), A_log, dt_bias]
+    tensors += [f, normal(tokens, values), A_log, dt_bias]
     if states:
-        tensors.append(normal(segments.num, heads, key_dim, value_dim))
+        tensors.append(normal(segments.num, values, key_dim, value_dim))
     return segments, [tensor.double().requires_grad_() for tensor in tensors], lower_bound
 
 

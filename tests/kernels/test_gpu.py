@@ -64,15 +64,15 @@ def compare(op, run, leaves, tolerance=BF16, function=None):
 
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
-# K, V.
-SHAPES = [(128, 128), (64, 128), (32, 32), (128, 256), (256, 256)]
+# K, V, group.
+SHAPES = [(128, 128, 1), (64, 128, 2), (32, 32, 1), (128, 256, 1), (256, 256, 1)]
 
 
 @pytest.mark.parametrize("segment_chunks", [None, 0, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("regime", ["bounded", "init", "brutal", "slow"])
 def test_kda_in_four_gate_regimes(regime, shape, segment_chunks):
-    dims = dict(zip(("key_dim", "value_dim"), shape))
+    dims = dict(zip(("key_dim", "value_dim", "group"), shape))
     segments, tensors, bound = inputs((700, 1, 64, 333), regime=regime, states=True, **dims)
     options = {} if segment_chunks is None else {"segment_chunks": segment_chunks}
     run = lambda op, *x: call(op, x, segments, bound, **({} if op is kda_naive.kda else options))

@@ -37,19 +37,19 @@ PACKED = [*LENGTHS, (3, 1, 1, 40, 16, 7), (1, 1, 1, 1), (16, 16, 32, 1)]
 GATES = ("init", "bounded", "brutal", "slow")
 
 
-def shape(heads, key_dim, value_dim, **rest):
-    return {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, **rest}
+def shape(heads=2, key_dim=8, value_dim=6, group=1, **rest):
+    return {"heads": heads, "group": group, "key_dim": key_dim, "value_dim": value_dim, **rest}
 
 
 def laws():
-    """(form, lengths, shape, options): odd to a chunk, packed, unequal and padded dims,
+    """(form, lengths, shape, options): odd to a chunk, packed, grouped heads, unequal and padded dims,
     large ones."""
     torch_axes = PACKED, ("spread", "bounded"), (False, True), (0, 1), (16, 32)
     for lengths, regime, states, seed, size in product(*torch_axes):
         yield TORCH, lengths, {"regime": regime, "states": states, "seed": seed}, {"chunk": size}
     for size in (2, 4, 8, 64, 128):
         yield TORCH, (45, 2, 90), {"regime": "strong", "seed": 4}, {"chunk": size}
-    for states, dims in product((False, True), ((4, 8, 5), (3, 4, 16), (2, 16, 2))):
+    for states, dims in product((False, True), ((1, 8, 5, 4), (3, 4, 16, 2), (2, 16, 2, 1))):
         yield TORCH, (21, 1, 50), shape(*dims, states=states, seed=2), {}
 
     for regime in GATES:
@@ -57,8 +57,8 @@ def laws():
             yield TRITON, lengths, SMALL | {"regime": regime, "seed": lengths[0]}, {"chunk": 64}
         for size in (16, 32):
             yield TRITON, (50,), SMALL | {"regime": regime, "seed": size}, {"chunk": size}
-        unequal = shape(2, 32, 64, states=True, seed=3, regime=regime)
-        yield TRITON, (1, 33, 1, 16), unequal, {"chunk": 32}
+        grouped = shape(1, 32, 64, 2, states=True, seed=3, regime=regime)
+        yield TRITON, (1, 33, 1, 16), grouped, {"chunk": 32}
     for dims in ((2, 32, 64), (2, 24, 40), (2, 6, 100)):
         yield TRITON, (20, 3), shape(*dims, states=True, seed=4, regime="init"), {"chunk": 16}
     for regime, parallel in product(("brutal", "slow"), (1, 2)):
@@ -94,7 +94,7 @@ def test_outputs_and_all_gradients_equal_the_recurrence(form, lengths, sizes, op
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_gradcheck(bound):
-    segments, tensors, _ = inputs((3, 1, 5), seed=5, heads=2, key_dim=3, value_dim=2, states=True)
+    segments, tensors, _ = inputs((3, 1, 5), seed=5, heads=1, group=2, key_dim=3, value_dim=2, states=True)
     assert torch.autograd.gradcheck(lambda *x: call(chunk.kda, x, segments, bound, chunk=4), tensors)
 
 

@@ -22,25 +22,23 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=generator)
         self.lengths, self.lower_bound = lengths, lower_bound
-        self.x = [normal(n, 4 * K + 2 * V) for n in lengths]
+        self.x = [normal(n, 2 * K + 2 * V) for n in lengths]
         self.f, self.b = [normal(n, 2, K) for n in lengths], [normal(n, 2) for n in lengths]
-        self.weight, self.A_log, self.dt_bias = normal(4 * K + 2 * V, 4), normal(2), normal(2, K)
+        self.weight, self.A_log, self.dt_bias = normal(2 * K + 2 * V, 4), normal(2), normal(2, K)
 
     def run(self, rows):
         """(o per sequence, final states, taps) of the first rows[n] tokens of each sequence."""
         segments = Segments(tuple(rows))
         first = lambda parts: torch.cat([part[:n] for part, n in zip(parts, rows)]).double()
         y, taps = naive.short_conv(first(self.x), self.weight.double(), segments, output_taps=True)
-        q, k, v = (
-            x.unflatten(1, (-1, dim)) for x, dim in zip(y.split([2 * K, 2 * K, 2 * V], dim=1), (K, K, V))
-        )
+        q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip(y.split([K, K, 2 * V], dim=1), (K, K, V)))
         gates = first(self.f), first(self.b), self.A_log.double(), self.dt_bias.double()
         options = {"lower_bound": self.lower_bound, "output_final_state": True}
         o, final = naive.kda(q, k, v, *gates, segments, **options)
         return o.split(segments.lengths), final, taps
 
     def cache(self, slots):
-        return DecodeCache.new(slots, 2, K, V, dtype=torch.float32)
+        return DecodeCache.new(slots, 1, 2, K, V, dtype=torch.float32)
 
     @staticmethod
     def fill(cache, slots, state, taps, lengths):

@@ -30,9 +30,13 @@ def transformers_kda():
     return module.recurrent_kimi_delta_attention.__wrapped__, module.chunk_kimi_delta_attention.__wrapped__
 
 
-def per_document(tensors, segments, lower_bound, op):
+def per_document(tensors, segments, lower_bound, op, expand):
     """Outputs and final states of an oracle that knows one document at a time and takes processed gates."""
     q, k, v, f, b, A_log, dt_bias, state = tensors
+    group = v.shape[1] // q.shape[1]
+    if expand:
+        # transformers has as many query heads as value heads.
+        q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
     g = naive.log_decay(f, A_log, dt_bias, lower_bound)
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
@@ -47,7 +51,7 @@ def per_document(tensors, segments, lower_bound, op):
 @pytest.mark.parametrize("regime", ["init", "bounded", "strong"])
 def test_the_definition_matches_fla(regime, seed):
     fla_naive, _ = fla_modules()
-    segments, tensors, bound = inputs(LENGTHS, seed=seed, states=True, regime=regime)
+    segments, tensors, bound = inputs(LENGTHS, seed=seed, group=2, states=True, regime=regime)
     tensors = cast(tensors, torch.float32)
 
     def op(q, k, v, g, beta, state):
@@ -55,7 +59,7 @@ def test_the_definition_matches_fla(regime, seed):
         return fla_naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=state, output_final_state=True)
 
     o, final = call(naive.kda, tensors, segments, bound)
-    fla_o, fla_final = per_document(tensors, segments, bound, op)
+    fla_o, fla_final = per_document(tensors, segments, bound, op, expand=False)
     torch.testing.assert_close(o, fla_o, rtol=0, atol=FP32_ATOL)
     torch.testing.assert_close(final, fla_final, rtol=0, atol=FP32_ATOL)
 
@@ -64,7 +68,7 @@ def test_the_definition_matches_fla(regime, seed):
 @pytest.mark.parametrize("regime", ["init", "bounded"])
 def test_the_definition_matches_transformers(regime, form):
     recurrent, chunk = transformers_kda()
-    segments, tensors, bound = inputs(LENGTHS, seed=3, states=True, regime=regime)
+    segments, tensors, bound = inputs(LENGTHS, seed=3, group=2, states=True, regime=regime)
     tensors = cast(tensors, torch.float32)
 
     def op(q, k, v, g, beta, state):
@@ -73,7 +77,7 @@ def test_the_definition_matches_transformers(regime, form):
 
     with torch.no_grad():
         o, final = call(naive.kda, tensors, segments, bound)
-        hf_o, hf_final = per_document(tensors, segments, bound, op)
+        hf_o, hf_final = per_document(tensors, segments, bound, op, expand=True)
     torch.testing.assert_close(o, hf_o, rtol=0, atol=FP32_ATOL)
     torch.testing.assert_close(final, hf_final, rtol=0, atol=FP32_ATOL)
 

@@ -17,9 +17,10 @@ def batch(sequences, regime, seed, **sizes):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("regime", ["init", "bounded", "brutal"])
-def test_one_step_matches_the_definition(regime, seed):
-    tensors, bound = batch(5, regime, seed, key_dim=16, value_dim=7)
+def test_one_step_matches_the_definition(regime, group, seed):
+    tensors, bound = batch(5, regime, seed, group=group, key_dim=16, value_dim=7)
     before = tensors[7].clone()
     law = naive.kda_step(*tensors, lower_bound=bound)
     single = decode.kda_step(*cast(tensors, torch.float32), lower_bound=bound)

@@ -18,8 +18,8 @@ randn, SEGMENTS = torch.randn, Segments((3, 4))
 INDEX = torch.zeros(7, 2, dtype=torch.int64)
 HEADS, GATES = randn(7, 2, 32), (randn(7, 2), randn(2), randn(2, 32))
 LATENTS = randn(2, 2, 24), randn(4, 8, 24), INDEX[:2].int(), torch.tensor([5, 9])
-CACHE = DecodeCache.new(2, 2, 16, 24, dtype=torch.float32)
-TOKEN = randn(2, 112), randn(2, 2, 16), randn(2, 2), randn(112, 4), randn(2), randn(2, 16)
+CACHE = DecodeCache.new(2, 1, 2, 16, 24, dtype=torch.float32)
+TOKEN = randn(2, 80), randn(2, 2, 16), randn(2, 2), randn(80, 4), randn(2), randn(2, 16)
 GATE = {"causal": True, "scale": 1.0}
 # operation: (tensors, what stands behind them, options)
 GIVEN = {

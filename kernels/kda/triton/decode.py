@@ -5,7 +5,7 @@ it by one token and writes it once. It also runs the convolution, whose inputs o
 of R rows per slot (token at absolute position p in row p mod R). The new row overwrites none that another
 program may still read as long as R >= W.
 
-Legend: B sequences, S slots, R ring rows, G heads, K key dim, V value dim, C = 2 H K
+Legend: B sequences, S slots, R ring rows, H query/key heads, G value heads, K key dim, V value dim, C = 2 H K
 + G V convolution channels, W taps.
 """
 
@@ -53,6 +53,7 @@ def decode(
     slots,
     R,
     G,
+    GROUP: constexpr,
     K: constexpr,
     V: constexpr,
     KP: constexpr,
@@ -76,8 +77,9 @@ def decode(
     # The whole state of these value rows stays in registers.
     S = tl.load(state, mask=tile, other=0.0).to(tl.float32)
     # q, k and v of a token lie side by side.
-    q_c, k_c, v_c = g * K + d, (G + g) * K + d, 2 * G * K + g * V + c
-    C = G * (2 * K + V)
+    h, H = g // GROUP, G // GROUP
+    q_c, k_c, v_c = h * K + d, (H + h) * K + d, 2 * H * K + g * V + c
+    C = 2 * H * K + G * V
     x += n * C
     x_ring += s * R * C
 
@@ -104,6 +106,6 @@ def decode(
 
     # What all value blocks of a head share is kept by the first of them.
     keep_row(x, x_ring, v_c, inside_c, t, C, R)
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (g % GROUP == 0):
         keep_row(x, x_ring, q_c, inside_d, t, C, R)
         keep_row(x, x_ring, k_c, inside_d, t, C, R)

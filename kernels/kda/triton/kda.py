@@ -55,6 +55,7 @@ class Sizes(NamedTuple):
     K: int
     V: int
     C: int
+    GROUP: int  # value heads per query/key head
     BOUNDED: bool
     DOT: Any  # dtype of the operands of products
     INV: Any  # and of those inside the triangular inverse
@@ -114,8 +115,9 @@ class _Launches:
         inverse = tl.float32 if self.dtype == FP32 else tl.float16
 
         # Constants of the compiled kernels; whatever else differs is an argument.
-        bound, chunk = options.lower_bound, options.tiles.chunk
-        self.sizes = Sizes(x.q.shape[2], value_dim, chunk, bound is not None, dot, inverse, prec)
+        (_, heads, key_dim), bound = x.q.shape, options.lower_bound
+        group, chunk = self.G // heads, options.tiles.chunk
+        self.sizes = Sizes(key_dim, value_dim, chunk, group, bound is not None, dot, inverse, prec)
         self.gate = options.scale, bound or 0.0
         rows = [stride for tensor in (x.q, x.k, x.v, x.f) for stride in tensor.stride()[:2]]
         self.strides = Strides._make([*rows, x.b.stride(0)])
@@ -187,14 +189,20 @@ class _Launches:
         return kept, self.of_documents(dinitial, last=False)
 
     def gradients(self, do: Tensor, kept: Scanned) -> Inputs:
-        x, width = self.x, (self.sizes.K, self.sizes.V)
-        rows = [self.new(*part.shape, dtype=part.dtype) for part in x[:5]]
+        x, sizes, tokens = self.x, self.sizes, self.x.q.shape[0]
+        # Value heads that share a query/key head each leave their part; the parts are added in float32.
+        key_dtype = x.q.dtype if sizes.GROUP == 1 else FP32
+        keys = [self.new(tokens, self.G, sizes.K, dtype=key_dtype) for _ in range(2)]
+        rows = [self.new(*part.shape, dtype=part.dtype) for part in (x.v, x.f, x.b)]
         shares = [self.new(self.runs.num_chunks, *part.shape, dtype=FP32) for part in (x.A_log, x.dt_bias)]
-        into = Inputs(*rows, *shares)
+        into = Inputs(*keys, *rows, *shares)
+        width = sizes.K, sizes.V
         self.per_chunk(chunk_gradients, do, kept, into, width=width, options=self.tiles.grad)
 
+        if sizes.GROUP > 1:
+            keys = [part.unflatten(1, (-1, sizes.GROUP)).sum(2).to(x.q.dtype) for part in keys]
         # One partial sum a chunk, added here in a fixed order: the same bits in every run.
-        return Inputs(*rows, *(share.sum(0).to(x.A_log.dtype) for share in shares))
+        return Inputs(*keys, *rows, *(share.sum(0).to(x.A_log.dtype) for share in shares))
 
 
 class _TritonKDA(torch.autograd.Function):
@@ -241,8 +249,8 @@ def _pad(x: Tensor, *missing: int) -> Tensor:
 
 
 def kda(
-    q_TGK: Tensor,
-    k_TGK: Tensor,
+    q_THK: Tensor,
+    k_THK: Tensor,
     v_TGV: Tensor,
     f_TGK: Tensor,
     b_TG: Tensor,
@@ -270,7 +278,7 @@ def kda(
     Raises:
         ValueError: a wrong shape, dtype, device or stride, or an unknown chunk, naming the argument.
     """
-    x, initial = Inputs(q_TGK, k_TGK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK), initial_state_NGKV
+    x, initial = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK), initial_state_NGKV
     sizes = check_kda("kda", x, segments.total) | {"N": segments.num}
     check_shapes("kda", sizes, initial_state_NGKV=initial)
     check_tensors("kda", x.q, FLOATS, "rows", **x._asdict())
@@ -280,7 +288,7 @@ def kda(
     check_lower_bound(lower_bound)
     if chunk is not None and chunk not in CHUNKS:
         raise ValueError(f"kda: chunk={chunk}; expected one of {CHUNKS}, or None for the default")
-    heads, key_dim, value_dim, device = sizes["G"], sizes["K"], sizes["V"], q_TGK.device
+    heads, key_dim, value_dim, device = sizes["G"], sizes["K"], sizes["V"], q_THK.device
     if segments.total == 0:
         states = v_TGV.new_zeros((0, heads, key_dim, value_dim), dtype=FP32)
         return v_TGV.clone(), states if output_final_state else None
@@ -290,7 +298,7 @@ def kda(
     more_K, more_V, about = padded_K - key_dim, padded_V - value_dim, hardware(device)
     # Would 64 value columns per program still give every multiprocessor one?
     crowded = segments.num * heads * max(padded_V // 64, 1) >= about.multiprocessors
-    tile = tiles(padded_K, padded_V, q_TGK.dtype == FP32, crowded, about.arch >= 90, chunk)
+    tile = tiles(padded_K, padded_V, q_THK.dtype == FP32, crowded, about.arch >= 90, chunk)
     if segment_chunks is None:
         segment_chunks = auto_segments(segments, heads, padded_V, tile, device)
     runs = plan_runs(segments, tile.chunk, segment_chunks, device)
@@ -301,7 +309,7 @@ def kda(
     o_TGV, final = _TritonKDA.apply(
         Options(lower_bound, key_dim**-0.5, runs, tile, output_final_state),
         initial,
-        *(_pad(part, more_K) for part in (q_TGK, k_TGK)),
+        *(_pad(part, more_K) for part in (q_THK, k_THK)),
         _pad(v_TGV, more_V),
         _pad(f_TGK, more_K),
         b_TG,

@@ -18,7 +18,7 @@ of level b: block forward substitution, no powers of L.
 Per-token log2 decays are clamped at CLAMP = -40 (alpha = 1e-12) before the sum, so that one closed gate does
 not eat the precision of all later differences.
 
-Legend: T tokens, C tokens per chunk, BK key channels per slab, G heads, K key dim, N
+Legend: T tokens, C tokens per chunk, BK key channels per slab, H query/key heads, G value heads, K key dim, N
 chunks.
 
 Device code of the last backward launch: all gradients of one chunk of one value head (needs triton).
@@ -169,8 +169,8 @@ def prep(x, made, chunks, scale, lower_bound, strides, G, key_dim, levels, S: co
     i = tl.arange(0, C)
     live = i < tl.load(chunks.length + chunk)
     start = tl.load(chunks.start + chunk).to(tl.int64)
-    q = x.q + start * strides.q_t + g * strides.q_h
-    k = x.k + start * strides.k_t + g * strides.k_h
+    q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
+    k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
     f = x.f + start * strides.f_t + g * strides.f_h
     b = x.b + start * strides.b + g
     head = start * G + g  # of this chunk's first row in [T, G, ..]
@@ -340,8 +340,8 @@ def chunk_gradients(
     i = tl.arange(0, S.C)
     live = i < tl.load(chunks.length + chunk)
     start = tl.load(chunks.start + chunk).to(tl.int64)
-    q = x.q + start * strides.q_t + g * strides.q_h
-    k = x.k + start * strides.k_t + g * strides.k_h
+    q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
+    k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
     f = x.f + start * strides.f_t + g * strides.f_h
     head = start * G + g  # of this chunk's first row in [T, G, ..]
     do, residual, E = do + head * S.V, kept.residual + head * S.V, kept.E + head * S.V
