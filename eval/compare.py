@@ -66,6 +66,7 @@ class TaskRun:
     view: str
     """"" for the task's own score, else one of VIEWS, or "seeing"."""
     folder: Path
+    data_hash: str
     summary: Record
     scores: Array
     categories: list[str]
@@ -75,11 +76,6 @@ class TaskRun:
     said: dict[str, float]
     """Of the task's own answers: "unextracted", the share nothing could be read from (absent where the task
     extracts nothing), and "tokens", the mean generated tokens."""
-
-    @property
-    def data_hash(self) -> str:
-        """Of the questions' data."""
-        return str(self.summary.get("data_hash") or "")
 
 
 @dataclass(frozen=True)
@@ -161,6 +157,7 @@ def load_task(path: Path, metric: str) -> list[TaskRun]:
                 task=f"{name} ({view})" if view else name,
                 view=view,
                 folder=path.parent,
+                data_hash=str(summary.get("data_hash") or ""),
                 summary=summary,
                 scores=np.bincount(place, weights=numbers) / np.bincount(place),
                 categories=[str(rows[i].get("category") or "all") for i in first],

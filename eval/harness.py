@@ -21,9 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.benchmarks.base import BaseTask, build_task, request_seed
-from earlyfusion.eval.models.engine import EngineModel
+from earlyfusion.eval.benchmarks.base import BaseTask, request_seed
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -38,13 +36,8 @@ from earlyfusion.eval.protocol import (
     prompt_hash,
 )
 from earlyfusion.kernels.files import write_json
-from earlyfusion.model.fusion import NativeFusion
 
 EXAMPLES = 3
-BASELINES = {
-    "chance": "what guessing among the options earns",
-    "majority": "what always giving the most frequent answer earns",
-}
 UNREAD = (
     "what to do: the model does not answer in the form that is asked for; take a form that compares"
     " log-likelihoods (--form mcf or cf) where the task has one, a model that was tuned on such answers, or"
@@ -221,9 +214,6 @@ def explain(task: BaseTask, metrics: Record, records: Sequence[Record]) -> list[
             text = output if isinstance(output, str) else output[0]
             found[text] = f"{text.strip()[:60]!r} where {record.get('target')!r} was expected"
         lines.append(f"the model said {'; '.join(list(found.values())[:EXAMPLES])}")
-    for key, text in BASELINES.items():
-        if metrics.get(key) is not None:
-            lines.append(f"{key} {metrics[key]:.3f} is {text}")
     return [*lines, UNREAD if unread > 0.5 else WRONG]
 
 
@@ -282,32 +272,3 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
             file.write(json.dumps(record) + "\n")  # ASCII: an answer may hold any line end
         file.flush()
         os.fsync(file.fileno())
-
-
-# in the training loop
-
-
-def evaluate_in_memory(
-    model: NativeFusion,
-    tokenizer: Tokenizer,
-    tasks: Sequence[str | BaseTask],
-    limit: int | None = None,
-    *,
-    data: Mapping[str, str | Path] | None = None,
-    out: Path | None = None,
-    batch_tokens: int = 4096,
-    chat: bool = False,
-    progress: Callable[[int, int], object] = lambda done, every: None,
-) -> dict[str, Record]:
-    """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
-
-    tasks: "name", "name:form" or tasks. data: task name -> path. The model's mode is restored; nothing is
-    written without `out` (a folder for this step). chat: as in EngineModel.
-    """
-    # A new engine each time: the weights have changed since the last one.
-    wrapped = EngineModel(model, tokenizer, batch_tokens=batch_tokens, chat=chat)
-    results = {}
-    for given in tasks:
-        task = build_task(given, data=data) if isinstance(given, str) else given
-        results[task.label] = run_task(wrapped, task, limit=limit, out=out, progress=progress)["metrics"]
-    return results

@@ -145,17 +145,15 @@ def play_talks(
 
 def summary(played: Sequence[Played]) -> dict[str, Any]:
     """{"talks": n, measure: share, "by_kind": {kind: {"talks": n, measure: share}}}."""
-    kinds: dict[str, list[Played]] = {}
+    kinds = {"": list(played)}
     for game in played:
         kinds.setdefault(game.talk.turns[0].kind, []).append(game)
-    return {**_shares(played), "by_kind": {kind: _shares(part) for kind, part in sorted(kinds.items())}}
-
-
-def _shares(played: Sequence[Played]) -> dict[str, float]:
-    shares: dict[str, float] = {"talks": len(played)}
-    for name in MEASURES:
-        shares[name] = sum(game.marks[name] for game in played) / max(1, len(played))
-    return shares
+    shares: dict[str, dict[str, float]] = {}
+    for kind, part in sorted(kinds.items()):
+        shares[kind] = {"talks": len(part)}
+        for name in MEASURES:
+            shares[kind][name] = sum(game.marks[name] for game in part) / max(1, len(part))
+    return {**shares.pop(""), "by_kind": shares}
 
 
 def transcript(game: Played) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
-from earlyfusion.eval.harness import evaluate_in_memory
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import TaskOptions
 from earlyfusion.eval.samples import (
     answer_samples,
@@ -177,9 +178,11 @@ class Evaluator:
 
     def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
         """(label, metrics) of one benchmark on the weights in memory."""
-        settings |= {"data": self.config.eval.data, "progress": self._busy}
-        ((label, metrics),) = evaluate_in_memory(self.fusion, self.tokens, [task], limit, **settings).items()
-        return label, metrics
+        if isinstance(task, str):
+            task = build_task(task, data=self.config.eval.data)
+        # A new engine each time: the weights have changed since the last one.
+        model = EngineModel(self.fusion, self.tokens, **settings)
+        return task.label, run_task(model, task, limit=limit, progress=self._busy)["metrics"]
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
         name, metrics = self._asked(task, limit, chat=self.chat)

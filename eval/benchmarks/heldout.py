@@ -9,7 +9,6 @@ samples are measured as training counts them (eval/heldout.py). Options (--set K
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Options, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
-from earlyfusion.eval.heldout import Loss
+from earlyfusion.eval.heldout import Loss, summary
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request
 from earlyfusion.eval.samples import prompted
 from earlyfusion.kernels.errors import did_you_mean
@@ -142,23 +141,19 @@ class HeldoutTask(BaseTask):
     def aggregate(self, records: Sequence[Record]) -> Record:
         """Means over all tokens together: loss, seen_loss and blind_loss beside pictures, text_loss,
         bits_per_byte."""
-        total, used, left_out = Loss(), [], Counter[str]()
+        results: list[Loss | BadSample] = []
         for record in records:
-            if "sums" in record:
-                total.add(Loss(**record["sums"]))
-                used.append({**record, "target": None})
-            else:
-                left_out[record["left_out"]] += 1
-        if not used:
-            raise EvalError(f"heldout: no sample of {self.options.data} can be measured ({dict(left_out)})")
+            known = "sums" in record
+            results.append(Loss(**record["sums"]) if known else BadSample("", record["left_out"]))
+        if (numbers := summary(results)) is None:
+            raise EvalError(f"heldout: no sample of {self.options.data} can be measured; see records.jsonl")
 
         # Over all tokens together: a mean of means would make short samples weigh more.
-        result = summarize(used) | total.numbers()
+        used = [{**record, "target": None} for record in records if "sums" in record]
+        result = summarize(used) | numbers
         result["score"] = -result["loss"]
         if "seen_loss" in result:
             result["seeing"] = result["blind_loss"] - result["seen_loss"]
-        if left_out:
-            result["left_out"] = dict(left_out)
         return result
 
     def explain(self, metrics: Record) -> list[str]:

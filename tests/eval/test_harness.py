@@ -8,7 +8,8 @@ from eval_cases import Scripted, mmlu_pro_folder, own_model
 
 from earlyfusion.eval.benchmarks.base import build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
-from earlyfusion.eval.harness import RECORDS, append_records, evaluate_in_memory, read_records, run_task
+from earlyfusion.eval.harness import RECORDS, append_records, read_records, run_task
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.models.tokens import weights_of
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest, TaskOptions, prompt_hash
 
@@ -111,15 +112,21 @@ def test_weights_in_memory_are_evaluated_and_left_as_they_are(data, tmp_path, mo
     wrapped = own_model(0)
     model = wrapped.model.train(mode)
     before = weights_of(model)
-    given = (model, wrapped.tokenizer, ["mmlu_pro:mcf", "mmlu_pro:cf"], 6)
-    found = evaluate_in_memory(*given, data={"mmlu_pro": data})
-    assert set(found) == {"mmlu_pro_mcf", "mmlu_pro_cf"} and found["mmlu_pro_cf"]["n"] == 6
+
+    def logprobs(place):
+        for form in ("mcf", "cf"):
+            # As the training loop asks: an engine of its own every time.
+            own = EngineModel(model, wrapped.tokenizer)
+            assert run(data, tmp_path / place, own, form=form, limit=6)["metrics"]["n"] == 6
+        rows = read_records(tmp_path / place / "mmlu_pro_mcf" / RECORDS).values()
+        return [row["logprobs"] for row in rows]
+
+    known = logprobs("before")
     assert model.training == mode and weights_of(model) == before
     for parameter in model.parameters():  # other weights, other result: nothing is remembered
         parameter.data.zero_()
-    evaluate_in_memory(*given, data={"mmlu_pro": data}, out=tmp_path / "out")
-    rows = read_records(tmp_path / "out" / "mmlu_pro_mcf" / RECORDS).values()
-    assert len(rows) == 6 and all(max(row["logprobs"]) - min(row["logprobs"]) < 1e-4 for row in rows)
+    assert all(max(row) - min(row) < 1e-4 for row in logprobs("after"))
+    assert not all(max(row) - min(row) < 1e-4 for row in known)
 
 
 def test_a_record_counts_once_and_may_hold_any_line_end_and_half_a_character(tmp_path):

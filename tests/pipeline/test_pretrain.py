@@ -8,6 +8,9 @@ import pytest
 import torch
 from tiny_run import assert_same, losses, numbers, run_here, same, weights
 
+from earlyfusion.eval.benchmarks.base import build_task
+from earlyfusion.eval.harness import run_task
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.checkpoint import completed, load_tree, step_of
 from earlyfusion.pipeline.config.compose import dump, load_config
@@ -208,7 +211,6 @@ def test_a_warm_start_begins_with_the_weights_and_with_nothing_else(training, fi
 def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path):
     """Any task of `earlyfusion eval` by name: its numbers are those of the same weights evaluated from a
     directory."""
-    from earlyfusion.eval.harness import evaluate_in_memory
 
     made = training(
         ("eval.tasks", ["counting", "bits_per_byte"]),
@@ -228,7 +230,8 @@ def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path)
 
     headline = made.evaluator.run(4, Tracker(), final=False)
     assert made.fusion.training
-    again = evaluate_in_memory(made.fusion, made.tokenizer, ["counting"], 6)["counting"]
+    model = EngineModel(made.fusion, made.tokenizer)
+    again = run_task(model, build_task("counting"), limit=6)["metrics"]
     assert headline["counting"] == again["score"] and headline["counting_blind"] == again["blind_score"]
     saved = json.loads((tmp_path / "run" / "eval" / "counting_0000004.json").read_text())
     assert saved["score"] == again["score"] and saved["n"] == 6
