@@ -195,17 +195,15 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
 
 
 def explain(task: BaseTask, metrics: Record, records: Sequence[Record]) -> list[str]:
-    """Lines for beneath the table: what the task itself has to say, and why a score is 0. Of private tasks no
-    answer."""
-    lines = task.explain(metrics)
+    """Lines for beneath the table: why a score is 0. Of private tasks no answer."""
     if task.kind != "generate" or metrics.get("score") != 0:
-        return lines
+        return []
 
     # Unread answers and wrong ones call for different remedies.
     unread = metrics["unextracted"]
-    lines.append(
+    lines = [
         f"score 0: none of {len(records)} answers is right; nothing could be read out of {unread:.0%} of them"
-    )
+    ]
     if not task.private:
         # A model that says nothing says it often; one of each is enough.
         found: dict[str, str] = {}

@@ -112,10 +112,6 @@ class BaseTask:
         """Named numbers: at least those of `summarize`."""
         return summarize(records)
 
-    def explain(self, metrics: Record) -> list[str]:
-        """Lines for beneath the table."""
-        return []
-
     def data_hash(self) -> str:
         """sha256 of the data file, or of the names and contents of a folder's files."""
         path, digest = self.data_path(), hashlib.sha256()

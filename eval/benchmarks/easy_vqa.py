@@ -95,17 +95,16 @@ class EasyVqaTask(PictureTask):
         else:
             # The whole line has to be an answer: "red or blue" is none.
             answer = normalise(first_line(whole(output)))
-        return {
+        record = {
             "extracted": answer if answer in ANSWERS else None,
             "score": float(answer == question.target),
             "target": question.target,
             "cluster": str(question.meta["picture"]),
             "majority": float(question.meta["majority"]),
         }
+        # Guessing has a chance only among options that are shown.
+        return record | {"chance": 1 / len(ANSWERS)} if self.form == "choice" else record
 
     def aggregate(self, records: Sequence[Record]) -> Record:
         """majority: always the most frequent training answer to the same question text."""
-        result = super().aggregate(records) | {"majority": fmean(record["majority"] for record in records)}
-        if self.form == "choice":
-            result["chance"] = 1 / len(ANSWERS)
-        return result
+        return super().aggregate(records) | {"majority": fmean(record["majority"] for record in records)}

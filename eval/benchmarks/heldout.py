@@ -150,25 +150,10 @@ class HeldoutTask(BaseTask):
 
         # Over all tokens together: a mean of means would make short samples weigh more.
         used = [{**record, "target": None} for record in records if "sums" in record]
+        left_out = numbers.pop("left_out", {})
         result = summarize(used) | numbers
+        result |= {f"left out: {why}": count for why, count in left_out.items()}
         result["score"] = -result["loss"]
         if "seen_loss" in result:
             result["seeing"] = result["blind_loss"] - result["seen_loss"]
         return result
-
-    def explain(self, metrics: Record) -> list[str]:
-        """What was measured, and the blind row in words."""
-        lines = [
-            f"loss {metrics['loss']:.4f} nats a token over {metrics['tokens']:,} learned tokens of"
-            f" {metrics['n']} samples"
-        ]
-        if "blind_loss" in metrics:
-            lines.append(
-                f"beside a picture {metrics['seen_loss']:.4f}, with a grey one {metrics['blind_loss']:.4f}: "
-                f"seeing is worth {metrics['seeing']:+.4f}"
-            )
-        if "left_out" in metrics:
-            reasons = ", ".join(f"{count} {why}" for why, count in metrics["left_out"].items())
-            lines.append(f"left out: {reasons}")
-        lines.append("every sample of the data was measured, also those that a recipe may have trained on")
-        return lines

@@ -26,7 +26,7 @@ from typing import Any
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring import LETTERS, open_match
-from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly, mean
+from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
 from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record
 
@@ -100,19 +100,13 @@ class MmmuTask(PictureTask):
     def judged(self, question: Question, output: Any) -> Record:
         """Letter equality, or one of the open answers found."""
         text = output.text
-        record: Record = {"target": question.target, "options": len(question.choices)}
         # No guess where nothing can be read: a random letter would add a quarter to a silent model.
         if question.choices:
-            letter = parse_choice(text, question.choices)
-            return {**record, "extracted": letter, "score": float(letter == question.target)}
+            letter, chance = parse_choice(text, question.choices), 1 / len(question.choices)
+            score = float(letter == question.target)
+            return {"target": question.target, "chance": chance, "extracted": letter, "score": score}
         score = float(open_match(text, question.meta["answers"]))
-        return {**record, "extracted": text.strip() or None, "score": score}
-
-    def aggregate(self, records: Sequence[Record]) -> Record:
-        """Micro average, and by subject; chance: 1 / number of options, 0 for open questions."""
-        result = super().aggregate(records)
-        result["chance"] = mean([1 / r["options"] if r["options"] else 0.0 for r in records])
-        return result
+        return {"target": question.target, "chance": 0.0, "extracted": text.strip() or None, "score": score}
 
 
 def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:

@@ -91,7 +91,7 @@ class PictureTask(BaseTask):
         """What `summarize` gives for score, views and all metrics; what seeing adds (in all and by category).
 
         majority: always the most frequent gold answer of the category, known in advance: the best a constant
-        can do. chance is None: answers are free text.
+        can do.
         """
         # Metrics become columns of the record, so that all means are taken one way.
         flat = [record.get("metrics", {}) | record for record in records]
@@ -107,7 +107,7 @@ class PictureTask(BaseTask):
                 means["seeing"] = means["score"] - means["blind_score"]
         # A constant answer may be chosen for each category: the best that words alone allow.
         hits = [counts.most_common(1)[0][1] for counts in targets.values()]
-        return {**result, "chance": None, "majority": sum(hits) / len(records)}
+        return {**result, "majority": sum(hits) / len(records)}
 
 
 def media_of(prompt: Prompt) -> Sequence[Segment]:

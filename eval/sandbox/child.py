@@ -78,7 +78,7 @@ IMPORTS = tuple(
     " datetime heapq bisect operator dataclasses typing textwrap copy io time colorsys enum array numbers"
     " __future__".split()
 )
-"""Modules a program may import, unless its limits say otherwise."""
+"""Modules a program may import."""
 PRELOADED = tuple(
     "numpy.fft numpy.linalg numpy.random PIL.Image PIL.ImageChops PIL.ImageColor PIL.ImageDraw"
     " PIL.ImageEnhance PIL.ImageFilter PIL.ImageFont PIL.ImageOps PIL.ImageStat".split()
@@ -296,7 +296,7 @@ def program(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
     sys.addaudithook(make_recorder(job.pop("mark").encode()))
     tell, end, plain, leave = sys.audit, END, str.__str__, os._exit
     if job["python_walls"]:
-        namespace["__builtins__"] = guarded_builtins(frozenset(job["imports"]))
+        namespace["__builtins__"] = guarded_builtins(frozenset(IMPORTS))
         hook = make_hook(job["folder"])
         hide_tools()
         sys.addaudithook(hook)

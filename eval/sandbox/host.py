@@ -36,7 +36,7 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.programs import tool_text
-from earlyfusion.eval.sandbox.child import FIRST_UID, IMPORTS
+from earlyfusion.eval.sandbox.child import FIRST_UID
 
 Reason = Literal["ok", "error", "timeout", "memory", "output_limit", "forbidden"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -82,7 +82,6 @@ class Limits:
     disk_files: int = 1_000
     max_chars: int = 4_000
     """Characters of each stream, and of the value, that are kept."""
-    imports: tuple[str, ...] = IMPORTS
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class Sandbox:
     def run(
         self, code: str, files: Mapping[str, Any] | None = None, limits: Limits | None = None
     ) -> ProgramResult:
-        """Run `code` as a notebook cell in a directory that holds `files` (name -> bytes, text, path or PIL
+        """Run `code` as a notebook cell in a directory that holds `files` (name -> bytes, text or PIL
         picture).
 
         Raises DataError for a file name that is not a plain relative one, SandboxError when no process can be
@@ -290,7 +289,7 @@ def _mount(files: Mapping[str, Any], folder: Path, uid: int) -> None:
         elif isinstance(content, str):
             (folder / name).write_text(content, encoding="utf-8", errors="replace", newline="")
         else:
-            (folder / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+            (folder / name).write_bytes(content)
         # Given files are not to be changed: the next call of the conversation finds them again.
         os.chmod(folder / name, 0o444)
     if os.geteuid() == 0 and uid:

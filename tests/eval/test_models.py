@@ -212,13 +212,6 @@ def test_a_tokenizer_that_joins_over_line_ends_is_noticed():
     assert quick("x y\nA b") == (1, 2, 1)
 
 
-def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
-    model = own_model()
-    context, continuation = model.encode_pair(ScoreRequest("ab  ", "c"))
-    assert context.ids[1:] == model.tokenizer.encode("ab")
-    assert context.ids[1:] + continuation == model.tokenizer.encode("ab  c")
-
-
 # what --model may be
 
 
