@@ -121,10 +121,12 @@ def _files(path: Path, config: Record) -> tuple[dict[str, str], str]:
     asked = config.get("test_split") or config.get("validation_split") or "test"
     files = {asked: path}
     if path.is_dir():
-        found = {file.name.split(".")[0]: file for file in sorted(path.iterdir()) if file.suffix in ENDINGS}
-        # Only splits that the task reads.
-        splits = {config[key] for key in SPLIT_KEYS if config.get(key)}
-        files = {split: found[split] for split in sorted(splits & found.keys())}
+        files = {}
+        # Only splits that the task reads are looked for.
+        for split in (config[key] for key in SPLIT_KEYS if config.get(key)):
+            for file in sorted(path.glob(f"{split[:5]}*")):  # valid.jsonl as well
+                if file.suffix in ENDINGS and file.name.split(".")[0] in (split, split[:5]):
+                    files[split] = file
     if asked not in files:
         raise EvalError(f"--data {path}: holds no {asked}.jsonl (or .json, .csv, .parquet)")
     return {split: str(file) for split, file in files.items()}, ENDINGS[files[asked].suffix]
