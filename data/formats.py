@@ -409,24 +409,32 @@ def _placed(group: Group, picture: Image, items: Sequence[Item], entry: Entry, o
             values[2:] = [values[0] + values[2], values[1] + values[3]]
         if shares:
             values = [value * side for value, side in zip(values, size * 2)]
-        cut = inside(values, size)
         # Rounding of one pixel is forgiven; more is another unit, or another picture.
-        far = any(abs(value - kept) > 1 for value, kept in zip(values, cut))
-        if far or flat(cut):
-            raise group.bad(f"region {label!r} {values!s:.80} in a picture of {size}", "box_outside")
+        try:
+            cut = fitted(label, values, count, size, 1.0)
+        except BadSample as error:
+            raise group.bad(str(error), error.reason) from None
         place: Any = {"box" if count == 4 else "point": tuple(cut)}
         regions.append(Region(label, **place))
     return [Text("\n", options.text_loss), Regions(regions, 0, options.boxes, options.text_loss)]
 
 
-def inside(values: Sequence[float], size: Size) -> list[float]:
-    """Coordinates cut at the edges of a picture, as a photograph is."""
-    return [min(max(value, 0.0), float(side)) for value, side in zip(values, size * 2)]
+def fitted(label: str, values: Any, count: int, size: Size, reach: float) -> list[float]:
+    """`count` numbers in pixels of a picture of `size` (w, h), cut at its edges as a photograph is.
 
-
-def flat(values: Sequence[float]) -> bool:
-    """Whether a box has no area; a point is not flat."""
-    return any(high <= low for low, high in zip(values, values[2:]))
+    Raises BadSample (box_outside) where more than `reach` pixels are cut off, for a box without area, and for
+    coordinates that are not finite numbers.
+    """
+    wrong = f"region {label!r} {values!s:.80} in a picture of {size[0]} x {size[1]}: "
+    numbers = finite(values, count)
+    if numbers is None:
+        raise BadSample(f"{wrong}expected {count} finite numbers", "box_outside")
+    cut = [min(max(value, 0.0), float(side)) for value, side in zip(numbers, size * 2)]
+    if any(abs(value - kept) > reach for value, kept in zip(numbers, cut)):
+        raise BadSample(f"{wrong}it lies outside", "box_outside")
+    if any(high <= low for low, high in zip(cut, cut[2:])):
+        raise BadSample(f"{wrong}no area inside; expected (left, top, right, bottom)", "box_outside")
+    return cut
 
 
 def finite(values: Any, count: int) -> list[float] | None:
@@ -438,33 +446,14 @@ def finite(values: Any, count: int) -> list[float] | None:
     return numbers if len(numbers) == count and all(map(math.isfinite, numbers)) else None
 
 
-def clip(region: Region, size: Size) -> list[float]:
-    """The box (cut to the picture) or the point of `region` in pixels of the original picture of `size` (w,
-    h).
-
-    A box that reaches over the edge keeps the part inside. Raises BadSample (box_outside) for a point or a
-    whole box outside, a box without area, and coordinates that are not finite numbers.
-    """
-    given = region.box or region.point or ()
-    wrong = f"region {region.label!r} {tuple(given)} in a picture of {size[0]} x {size[1]}: "
-    count = 4 if region.box else 2
-    numbers = finite(given, count)
-    if numbers is None:
-        raise BadSample(f"{wrong}expected {count} finite numbers", "box_outside")
-    cut = inside(numbers, size)
-    if region.point and cut != numbers:
-        raise BadSample(f"{wrong}the point lies outside", "box_outside")
-    if flat(cut):
-        raise BadSample(f"{wrong}no area inside; expected (left, top, right, bottom)", "box_outside")
-    return cut
-
-
 def write_regions(regions: Regions, original: Size, resized: Size) -> str:
     """The text of `regions` in a picture of `original` (w, h) pixels that the model sees at `resized` (w,
     h)."""
     lines = []
     for region in regions.regions:
-        numbers, name = clip(region, original), "box" if region.box else "point"
+        # A box that reaches over the edge keeps the part inside; a point has no part.
+        name, count, reach = ("box", 4, math.inf) if region.box else ("point", 2, 0.0)
+        numbers = fitted(region.label, region.box or region.point, count, original, reach)
         shares = [value / side for value, side in zip(numbers, original * 2)]
         # Written by hand: the model learns one spacing and one number of decimals.
         parts = [f'"label": {json.dumps(region.label, ensure_ascii=False)}']

@@ -19,23 +19,6 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.picture import Picture, open_picture
 from earlyfusion.kernels.errors import one_line
 
-__all__ = [
-    "Image",
-    "Picture",
-    "Region",
-    "Regions",
-    "Sample",
-    "Segment",
-    "Special",
-    "Text",
-    "Video",
-    "VideoFile",
-    "answer_text",
-    "file_below",
-    "open_picture",
-    "question_text",
-]
-
 TEXT_BYTES = 24 << 20
 """Most bytes of a text or a JSON that is read at once; the worst JSON takes 25 times as much memory when it
 is parsed."""

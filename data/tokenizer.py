@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.sample import json_object
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_atomic
 
@@ -221,8 +222,8 @@ class Tokenizer:
             found = "no tokenizer.json in it" if directory.is_dir() else "no such directory"
             raise DataError(f"tokenizer {path}: {found}; give a directory that holds tokenizer.json")
         config_file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = _object(config_file) if config_file.is_file() else {}
         try:
+            config = _object(config_file) if config_file.is_file() else {}
             if "chat_template" not in config and template.is_file():
                 config["chat_template"] = template.read_text(encoding="utf-8")
             _refuse_growth(_object(source))
@@ -232,8 +233,6 @@ class Tokenizer:
             raise
         # The Rust library raises bare Exception, and panics below BaseException.
         except BaseException as error:
-            if isinstance(error, DataError):
-                raise DataError(f"tokenizer {source}: {error}") from None
             raise DataError(f"tokenizer {source}: not a tokenizers file ({one_line(error)})") from None
         if made.vocab_size > _MOST_IDS:
             raise DataError(
@@ -244,21 +243,9 @@ class Tokenizer:
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises DataError in one line for anything else."""
-    size = path.stat().st_size
-    found: Any = f"{size} bytes"
-    try:
-        if size <= _MOST_BYTES:
-            found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"tokenizer {path}: not a tokenizers file, no valid JSON ({one_line(error)})"
-        ) from None
-    if not isinstance(found, dict):
-        raise DataError(
-            f"tokenizer {path}: {type(found).__name__} of {size} bytes, expected an object of at most"
-            f" {_MOST_BYTES >> 20} MiB"
-        )
-    return found
+    if path.stat().st_size > _MOST_BYTES:
+        raise DataError(f"expected at most {_MOST_BYTES >> 20} MiB")
+    return json_object(path.read_bytes())
 
 
 def _refuse_growth(found: Mapping[str, Any]) -> None:

@@ -22,7 +22,8 @@ from PIL import Image as PilImage
 from PIL import ImageOps
 
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
+from earlyfusion.data.picture import open_picture
+from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video
 from earlyfusion.kernels.files import write_json

@@ -20,7 +20,8 @@ from earlyfusion.data.chat.template import Message, template_of
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture, question_text
+from earlyfusion.data.picture import open_picture
+from earlyfusion.data.sample import Image, Sample, Segment, Text, question_text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.requests import Request, SamplingParams

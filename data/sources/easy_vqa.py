@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, open_picture, question_text
+from earlyfusion.data.picture import open_picture
+from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, question_text
 from earlyfusion.data.sources.base import Options, Source, source
 
 

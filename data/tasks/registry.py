@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 # Imported for what they register.
-from earlyfusion.data.tasks import pictures, puzzles, text_math  # noqa: F401
+from earlyfusion.data.tasks import pictures, puzzles  # noqa: F401
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 

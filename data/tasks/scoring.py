@@ -193,24 +193,15 @@ def published_guess(options: int) -> int:
     return random.Random(12345).randint(0, options - 1)
 
 
-def answer_line_letter(text: str, options: int = 4, *, which: str = "last") -> str | None:
-    """Letter of the "Answer: X" lines; which = "last", or "first" as in simple-evals. Markup (** and $) is
-    ignored."""
-    found = _listed(_ANSWER_LINE.findall(text.replace("**", "")), options)
-    # simple-evals takes the first line, which pays a model for guessing early.
-    if which == "first":
-        found.reverse()
-    return found[-1] if found else None
-
-
-def parenthesised_letter(text: str, options: int = 4) -> str | None:
-    """The last "(X)" with X among the options (lm-evaluation-harness' flexible extraction)."""
-    found = _listed(re.findall(r"\(([A-Z])\)", text), options)
-    return found[-1] if found else None
-
-
-def _listed(letters: Sequence[str], options: int) -> list[str]:
-    return [letter.upper() for letter in letters if letter.upper() in LETTERS[:options]]
+def option_letter(text: str, worked: bool) -> str | None:
+    """The last of A to D that GPQA's two published ways read: a worked answer ends with "Answer: X"
+    (simple-evals; ** and $ are ignored), any other with "(X)" (lm-evaluation-harness, flexible)."""
+    # The first line would pay a model for guessing early.
+    if worked:
+        letters = _ANSWER_LINE.findall(text.replace("**", "").upper())
+    else:
+        letters = re.findall(r"\(([A-Z])\)", text)
+    return next((letter for letter in reversed(letters) if letter in LETTERS[:4]), None)
 
 
 def gsm8k_number(text: str) -> str | None:
@@ -228,11 +219,8 @@ def normal_number(text: str) -> str | None:
     cleaned = text.replace(",", "").replace("$", "").strip().rstrip(".")
     if not re.fullmatch(r"-?(\d+\.?\d*|\.\d+)", cleaned):
         return None
-    whole, _, part = cleaned.lstrip("-").partition(".")
-    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
-    value = f"{whole}.{part}" if part else whole
     # Zero has no sign: "-0.0" and "0" are one answer.
-    return f"-{value}" if cleaned.startswith("-") and value != "0" else value
+    return f"{Decimal(cleaned).normalize() + 0:f}"
 
 
 def best_choice(values: Sequence[float]) -> int:

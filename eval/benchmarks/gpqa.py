@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.scoring import LETTERS, answer_line_letter, parenthesised_letter
+from earlyfusion.data.tasks.scoring import LETTERS, option_letter
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     benchmark,
@@ -118,8 +118,7 @@ class Gpqa(BaseTask):
             return score_choices(options, outputs, gold, letters=self.form == "mcf")
 
         # Each form ends its answer its own way; reading the other's would find letters of the reasoning.
-        read = answer_line_letter if self.form == "cot" else parenthesised_letter
-        letter, target = read(outputs[0].text), LETTERS[gold]
+        letter, target = option_letter(outputs[0].text, self.form == "cot"), LETTERS[gold]
         return {"extracted": letter, "target": target, "score": float(letter == target), "chance": 0.25}
 
 

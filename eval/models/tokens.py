@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from earlyfusion.data.sample import Image, Text, open_picture
+from earlyfusion.data.picture import open_picture
+from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,

@@ -5,15 +5,7 @@ import re
 
 import pytest
 
-from earlyfusion.data.tasks.scoring import (
-    answer_line_letter,
-    best_choice,
-    gsm8k_number,
-    mmlu_pro_letter,
-    normal_number,
-    parenthesised_letter,
-    published_guess,
-)
+from earlyfusion.data.tasks.scoring import gsm8k_number, mmlu_pro_letter, normal_number, option_letter
 
 
 def official(text):
@@ -62,24 +54,11 @@ def test_the_level_that_found_is_told_and_fewer_levels_find_less():
     assert mmlu_pro_letter("B", levels=2) is None
 
 
-def test_the_guess_is_that_of_a_generator_seeded_anew():
-    for options in range(3, 11):
-        random.seed(12345)
-        assert published_guess(options) == random.randint(0, options - 1)
-
-
-def test_the_last_answer_line_counts_and_markup_is_ignored():
-    text = "Answer: A is tempting\nSo, **Answer: $C$**"
-    assert answer_line_letter(text) == "C"
-    assert answer_line_letter(text, which="first") == "A"
-    assert answer_line_letter("Answer: Apples") is None
-    assert answer_line_letter("ANSWER : d") == "D"
-    assert answer_line_letter("Answer: E") is None
-
-
-def test_the_last_parenthesised_option_counts():
-    assert parenthesised_letter("(A) no, (D) yes (E)") == "D"
-    assert parenthesised_letter("A") is None
+def test_the_options_of_gpqa():
+    assert option_letter("Answer: A is tempting\nSo, **Answer: $C$**", True) == "C"
+    assert option_letter("ANSWER : d", True) == "D" and option_letter("(A) no, (D) yes (E)", False) == "D"
+    for text, worked in (("Answer: Apples", True), ("Answer: E", True), ("A", False)):
+        assert option_letter(text, worked) is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +78,3 @@ def test_equal_numbers_are_equal_strings():
     assert {normal_number(x) for x in ("18", "18.0", "$18", "018", "18.")} == {"18"}
     assert normal_number("-0.0") == "0"
     assert normal_number(".") is None
-
-
-def test_the_first_of_equal_choices_is_taken():
-    assert best_choice([0.0, 2.0, 2.0]) == 1

@@ -4,7 +4,7 @@ import pytest
 from eval_cases import MMLU_PRO, Scripted, mmlu_pro_folder
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.scoring.answers import mmlu_pro_letter
+from earlyfusion.data.tasks.scoring import mmlu_pro_letter
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
