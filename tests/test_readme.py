@@ -24,7 +24,7 @@ SMALL = (
     "--steps 2 --stages.joint.tokens 512 --stages.joint.length 256 --eval.tasks [] --eval.every 0"
     " --eval.samples 0 --train.threads 1"
 )
-BENCH = "--documents 1 --length 64 --steps 1 --warmup 0 --rounds 1 --threads 1 --out bench.json"
+BENCH = "--documents 1 --length 64 --steps 1 --rounds 1 --out bench.json"
 BENCHES = {
     "train": BENCH,
     "data": "--images 8 --samples 8 --rounds 1 --out data.json",

@@ -16,7 +16,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -352,7 +352,8 @@ class Scheduler:
         self.reading: list[Sample] = []
         self.running: list[Sample] = []
         self.events: list[Event] = []
-        self.counts: Counter[str] = Counter()
+        # Every way to end is told from the start: who watches a counter wants its zero.
+        self.counts = Counter({f"finished_{reason}": 0 for reason in get_args(FinishReason)})
 
     @property
     def seated(self) -> list[Sample]:

@@ -99,7 +99,8 @@ def test_a_thousand_damaged_inputs_are_used_counted_or_refused_in_one_line(tmp_p
         if case["outcome"] == "refused":
             assert case["message"] and "MemoryError" not in case["message"] and len(case["message"]) < 3000
     loaded = Counter(case["kind"] for case in found if case["outcome"] == "loaded")
-    assert all(loaded[name] for name in hostile_cases.KINDS if name != "bomb"), "no kind is all refused"
+    none = [name for name in hostile_cases.KINDS if name != "bomb" and not loaded[name]]
+    assert not none, f"nothing of {none} was loaded"
 
 
 @contextlib.contextmanager
