@@ -1,12 +1,12 @@
-"""A run goes on where it stopped, refuses to mix settings, and evaluates weights in memory without touching
-them."""
+"""A run goes on where it stopped, refuses to mix settings, evaluates weights in memory without touching them,
+and adds up by questions."""
 
 import json
 
 import pytest
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
-from earlyfusion.eval.benchmarks.base import build_task, known_benchmarks
+from earlyfusion.eval.benchmarks.base import build_task, evenly, known_benchmarks, spread, summarize
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.harness import RECORDS, append_records, read_records, run_task
 from earlyfusion.eval.models.engine import EngineModel
@@ -136,3 +136,20 @@ def test_a_record_counts_once_and_may_hold_any_line_end_and_half_a_character(tmp
         file.write(b'{"id": "torn')
     expected = {(record["id"], repeat): {**record, "repeat": repeat} for repeat in (0, 1)}
     assert read_records(tmp_path / RECORDS) == expected
+
+
+def test_summaries_are_means_over_questions():
+    rows = [("1", "x", 1.0, "A"), ("1", "x", 0.0, None), ("2", "y", 1.0, "A"), ("2", "y", 1.0, "A")]
+    records = [{"id": i, "category": c, "score": s, "extracted": e} for i, c, s, e in rows]
+    found = summarize(records)
+    assert (found["n"], found["samples"], found["score"], found["unextracted"]) == (2, 4, 0.75, 0.25)
+    assert found["by_category"]["x"] == {"n": 1, "score": 0.5}
+    assert found["standard_error"] == pytest.approx(0.25)
+    assert summarize(records[:1])["standard_error"] is None
+
+
+def test_limits_are_spread_in_turn():
+    categories = ["a", "a", "a", "b", "c", "c"]
+    for limit, chosen in ((3, [0, 3, 4]), (5, [0, 1, 3, 4, 5]), (None, list(range(6)))):
+        assert spread(list(range(6)), categories, limit) == chosen
+    assert evenly(list(range(6)), 3) == [0, 2, 4] and evenly([1, 2], 9) == [1, 2]
