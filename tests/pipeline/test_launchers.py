@@ -66,7 +66,6 @@ def processes_of(out: Path) -> list[int]:
     [
         ("plain", signal.SIGINT, True),
         ("accelerate", signal.SIGTERM, False),
-        ("accelerate", signal.SIGINT, True),
         ("torchrun", signal.SIGTERM, False),
         ("make", signal.SIGTERM, False),
         ("make", signal.SIGINT, True),
