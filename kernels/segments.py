@@ -248,20 +248,18 @@ def check_conv(x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segmen
     check_shapes("short_conv", known, initial_taps_NCP=taps_NCW1)
 
 
-def check_attention(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, segments: Segments) -> None:
-    """Raise ValueError if the tensors do not describe grouped attention over this packed row."""
-    sizes = check_shapes("attention", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, v_TGV=v_TGV)
-    check_multiple("attention", "query heads", sizes["H"], "key heads", sizes["G"])
+def check_attention(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, segments: Segments) -> None:
+    """Raise ValueError if the tensors do not describe attention over this packed row."""
+    check_shapes("attention", {"T": segments.total}, q_THD=q_THD, k_THD=k_THD, v_THV=v_THV)
 
 
 def check_append(
-    q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments
+    q_THD: Tensor, k_LHD: Tensor, v_LHV: Tensor, segments: Segments, key_segments: Segments
 ) -> None:
     """Raise ValueError if the tensors are not the newest tokens of documents and all keys of the same
     documents."""
     known = {"T": segments.total, "L": key_segments.total}
-    sizes = check_shapes("attention_append", known, q_THD=q_THD, k_LGD=k_LGD, v_LGV=v_LGV)
-    check_multiple("attention_append", "query heads", sizes["H"], "key heads", sizes["G"])
+    check_shapes("attention_append", known, q_THD=q_THD, k_LHD=k_LHD, v_LHV=v_LHV)
     ends = segments.num == key_segments.num
     for new, length in zip(segments.lengths, key_segments.lengths):
         ends = ends and new <= length

@@ -5,7 +5,7 @@ For query i and key j of the same document (j <= i if causal), with n = H / G qu
     s_hij = scale * <q_hi, k_gj>,  g = h // n        lse_hi = log sum_j exp s_hij
     o_hi  = sum_j exp(s_hij - lse_hi) v_gj           S_h = max_ij s_hij   (visible pairs only)
 
-Legend: T tokens, N documents, H query heads, G key/value heads, D key dim, V value dim.
+Legend: T tokens, N documents, H heads, D key dim, V value dim.
 
 One decode step of absorbed multi-head latent attention over paged latents.
 
@@ -30,10 +30,9 @@ from earlyfusion.kernels.products import accumulate_dtype, compute_dtype, withou
 from earlyfusion.kernels.segments import Segments
 
 
-def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -> Tensor:
+def _document_logits(q_THD: Tensor, k_THD: Tensor, causal: bool, scale: float) -> Tensor:
     """Masked logits [H, T, T] of one document in accumulation precision."""
     dtype = accumulate_dtype(q_THD.dtype)
-    k_THD = k_TGD.repeat_interleave(q_THD.shape[1] // k_TGD.shape[1], dim=1)
     logits_HTT = torch.einsum("ihd,jhd->hij", q_THD.to(dtype), k_THD.to(dtype)) * scale
     if causal:
         # Above the diagonal stands the future.
@@ -44,8 +43,8 @@ def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -
 
 def attention(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
+    k_THD: Tensor,
+    v_THV: Tensor,
     segments: Segments,
     *,
     causal: bool,
@@ -57,38 +56,37 @@ def attention(
         ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.products`) and
         the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
     """
-    out_dtype = compute_dtype(q_THD, k_TGD, v_TGV)
+    out_dtype = compute_dtype(q_THD, k_THD, v_THV)
     dtype = accumulate_dtype(out_dtype)
-    repeats = q_THD.shape[1] // k_TGD.shape[1]
     outputs, lses = [], []
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
             rows = slice(start, start + length)
             # Rounded to the compute dtype first: that is what the fast forms multiply.
-            logits_HTT = _document_logits(q_THD[rows].to(out_dtype), k_TGD[rows].to(out_dtype), causal, scale)
+            logits_HTT = _document_logits(q_THD[rows].to(out_dtype), k_THD[rows].to(out_dtype), causal, scale)
             # P from the log-sum-exp, as the fast forms have it.
             lse_HT = logits_HTT.logsumexp(dim=-1)
-            v_THV = v_TGV[rows].to(out_dtype).repeat_interleave(repeats, dim=1).to(dtype)
-            outputs.append(torch.einsum("hij,jhv->ihv", torch.exp(logits_HTT - lse_HT[..., None]), v_THV))
+            p_HTT, part_THV = torch.exp(logits_HTT - lse_HT[..., None]), v_THV[rows].to(out_dtype).to(dtype)
+            outputs.append(torch.einsum("hij,jhv->ihv", p_HTT, part_THV))
             lses.append(lse_HT.detach().T)
     if not outputs:  # an empty row keeps its place in the graph
-        empty = (q_THD.sum() + k_TGD.sum() + v_TGV.sum()).to(out_dtype)
-        o_THV = empty.expand(0, q_THD.shape[1], v_TGV.shape[2])
+        empty = (q_THD.sum() + k_THD.sum() + v_THV.sum()).to(out_dtype)
+        o_THV = empty.expand(0, q_THD.shape[1], v_THV.shape[2])
         return o_THV, q_THD.new_zeros(0, q_THD.shape[1], dtype=dtype)
     return torch.cat(outputs).to(out_dtype), torch.cat(lses)
 
 
 def attention_append(
-    q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
+    q_THD: Tensor, k_LHD: Tensor, v_LHV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
 ) -> Tensor:
     """Causal attention of the newest tokens of every document over all its keys; -> [T, H, V] in the compute
     dtype.
 
-    q_THD: the last ``segments.lengths[n]`` tokens of document n, of which k_LGD and v_LGV hold all
+    q_THD: the last ``segments.lengths[n]`` tokens of document n, of which k_LHD and v_LHV hold all
     ``key_segments.lengths[n]`` tokens, the newest included: a prompt read in chunks, or continued after a
     shared prefix.
     """
-    outputs = [q_THD.new_zeros(0, q_THD.shape[1], v_LGV.shape[2], dtype=compute_dtype(q_THD, k_LGD, v_LGV))]
+    outputs = [q_THD.new_zeros(0, q_THD.shape[1], v_LHV.shape[2], dtype=compute_dtype(q_THD, k_LHD, v_LHV))]
     for first, new, begin, length in zip(
         segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths
     ):
@@ -96,7 +94,7 @@ def attention_append(
         # rows that are not asked for stand before the new ones: the
         # definition above, of which the end is kept
         q_LHD = torch.cat([q_THD.new_zeros(length - new, *q_THD.shape[1:]), q_THD[first : first + new]])
-        o_LHV, _ = attention(q_LHD, k_LGD[keys], v_LGV[keys], Segments((length,)), causal=True, scale=scale)
+        o_LHV, _ = attention(q_LHD, k_LHD[keys], v_LHV[keys], Segments((length,)), causal=True, scale=scale)
         outputs.append(o_LHV[length - new :])
     return torch.cat(outputs)
 
@@ -104,7 +102,7 @@ def attention_append(
 @torch.no_grad()
 def max_logit(
     q_THD: Tensor,
-    k_TGD: Tensor,
+    k_THD: Tensor,
     lse_TH: Tensor,
     segments: Segments,
     *,
@@ -119,12 +117,12 @@ def max_logit(
     """
     # Documents without rows leave -inf, which clips nothing.
     best_H = torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
-    dtype = compute_dtype(q_THD, k_TGD)
-    q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)
+    dtype = compute_dtype(q_THD, k_THD)
+    q_THD, k_THD = q_THD.to(dtype), k_THD.to(dtype)
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
             rows = slice(start, start + length)
-            logits_HTT = _document_logits(q_THD[rows], k_TGD[rows], causal, scale)
+            logits_HTT = _document_logits(q_THD[rows], k_THD[rows], causal, scale)
             best_H = torch.maximum(best_H, logits_HTT.flatten(1).amax(dim=1).float())
     return best_H
 

@@ -23,7 +23,7 @@ longer ones (with longer ones padding costs more than it saves: their products a
 Building a plan needs only host lengths; it is made once per packed row and device and shared by all layers
 (``Segments.cached``).
 
-Legend: T tokens, H query heads, G key/value heads, n = H / G, D key dim, V value dim, B documents, L padded
+Legend: T tokens, H heads, D key dim, V value dim, B documents, L padded
 length, R query rows of a tile, M keys of a tile.
 
 Splitting a packed qkv projection and turning q and k by a 2-D RoPE, as one operation.
@@ -44,7 +44,7 @@ A row with c visible keys satisfies  max_j s_ij <= lse_i <= max_j s_ij + log c. 
 * otherwise S_h >= floor_h = max_i (lse_i - log c_i), and only rows with lse_i >= floor_h can hold S_h. Those
   rows are multiplied with the keys of their document again, which gives S_h exactly, mask included.
 
-Legend: T tokens, H query heads, G key heads, n = H / G, D key dim, C candidate rows, L keys of a document.
+Legend: T tokens, H heads, D key dim, C candidate rows, L keys of a document.
 """
 
 from __future__ import annotations
@@ -207,27 +207,22 @@ class _Tile(NamedTuple):
     documents: slice
     rows: slice
     keys: slice
-    groups: int
+    heads: int
 
     def cut(self, x_BLHD: Tensor, part: slice) -> Tensor:
-        """The tile's part of [B, L, H, D] as [B * G, n * R, D]."""
-        # Heads that share keys become rows of one product.
-        x = x_BLHD[self.documents, part].unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
-        return x.reshape(x.shape[0] * self.groups, -1, x.shape[-1])
+        """The tile's part of [B, L, H, D] as [B * H, R, D]."""
+        return x_BLHD[self.documents, part].transpose(1, 2).flatten(0, 1)
 
-    def back(self, x: Tensor, part: slice) -> Tensor:
-        """[B * G, n * R, D] -> [B, R, H, D]."""
-        x = x.view(
-            -1, self.groups, x.shape[1] // (part.stop - part.start), part.stop - part.start, x.shape[2]
-        )
-        return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    def back(self, x: Tensor) -> Tensor:
+        """[B * H, R, D] -> [B, R, H, D]."""
+        return x.unflatten(0, (-1, self.heads)).transpose(1, 2)
 
 
 def _tiles(
-    bucket: Bucket, q_BLHD: Tensor, k_BLGD: Tensor, causal: bool, scale: float
+    bucket: Bucket, q_BLHD: Tensor, k_BLHD: Tensor, causal: bool, scale: float
 ) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor]]:
-    """Tiles of a bucket with their queries, keys and logits [B * G, n * R, M]."""
-    (documents, length, heads), groups = q_BLHD.shape[:3], k_BLGD.shape[2]
+    """Tiles of a bucket with their queries, keys and logits [B * H, R, M]."""
+    documents, length, heads = q_BLHD.shape[:3]
     wide = accumulate_dtype(q_BLHD.dtype)
     # Rows of a tile shrink with the number of keys, so that its logits stay in the cache.
     step = min(length, max(1, TILE_ELEMENTS // (heads * length)), CAUSAL_ROWS if causal else length)
@@ -243,32 +238,32 @@ def _tiles(
         for low in range(0, length, step):
             high = min(low + step, length)
             keys = slice(0, high if causal else length)
-            tile = _Tile(slice(first, first + batch), slice(low, high), keys, groups)
-            q, k = tile.cut(q_BLHD, tile.rows), tile.cut(k_BLGD, keys)
+            tile = _Tile(slice(first, first + batch), slice(low, high), keys, heads)
+            q, k = tile.cut(q_BLHD, tile.rows), tile.cut(k_BLHD, keys)
             logits = wide_bmm(q, k.transpose(1, 2), scale)
             if causal:
                 # Only the tile's own rows stand on the diagonal; earlier keys are all visible.
                 rows = high - low
-                logits.unflatten(1, (-1, rows))[..., tile.rows] += triangle_RR[:rows, :rows]
+                logits[..., tile.rows] += triangle_RR[:rows, :rows]
             elif bias_BL is not None:
-                logits += bias_BL[tile.documents].repeat_interleave(groups, dim=0)[:, None]
+                logits += bias_BL[tile.documents].repeat_interleave(heads, dim=0)[:, None]
             yield tile, q, k, logits
         first += batch
 
 
 def _forward_bucket(
-    bucket: Bucket, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, causal: bool, scale: float
+    bucket: Bucket, q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Padded output [B, L, H, V] and log-sum-exp [B, L, H]."""
-    q_BLHD, k_BLGD, v_BLGV = (bucket.pad(x) for x in (q_THD, k_TGD, v_TGV))
-    o_BLHV = q_THD.new_empty(*q_BLHD.shape[:3], v_TGV.shape[-1])
+    q_BLHD, k_BLHD, v_BLHV = (bucket.pad(x) for x in (q_THD, k_THD, v_THV))
+    o_BLHV = q_THD.new_empty(*q_BLHD.shape[:3], v_THV.shape[-1])
     lse_BLH = q_THD.new_empty(q_BLHD.shape[:3], dtype=accumulate_dtype(q_THD.dtype))
-    for tile, _, _, logits in _tiles(bucket, q_BLHD, k_BLGD, causal, scale):
-        v = tile.cut(v_BLGV, tile.keys)
+    for tile, _, _, logits in _tiles(bucket, q_BLHD, k_BLHD, causal, scale):
+        v = tile.cut(v_BLHV, tile.keys)
         # The log-sum-exp costs next to nothing here and saves the backward a pass.
         p, lse = softmax_with_lse(logits)
-        o_BLHV[tile.documents, tile.rows] = tile.back(torch.bmm(p.to(v.dtype), v), tile.rows)
-        lse_BLH[tile.documents, tile.rows] = tile.back(lse[..., None], tile.rows)[..., 0]
+        o_BLHV[tile.documents, tile.rows] = tile.back(torch.bmm(p.to(v.dtype), v))
+        lse_BLH[tile.documents, tile.rows] = tile.back(lse[..., None])[..., 0]
     return o_BLHV, lse_BLH
 
 
@@ -277,23 +272,23 @@ def _backward_bucket(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Padded gradients of q [B, L, H, D] in its dtype, of k and v summed over tiles in accumulation
     precision."""
-    q_BLHD, k_BLGD, v_BLGV, do_BLHV = (bucket.pad(x) for x in (*saved[:3], do_THV))
+    q_BLHD, k_BLHD, v_BLHV, do_BLHV = (bucket.pad(x) for x in (*saved[:3], do_THV))
     dtype, wide = q_BLHD.dtype, accumulate_dtype(q_BLHD.dtype)
     dq_BLHD = torch.empty_like(q_BLHD)
     # Keys are met by several tiles: their gradients are summed in full precision.
-    dk_BLGD, dv_BLGV = torch.zeros_like(k_BLGD, dtype=wide), torch.zeros_like(v_BLGV, dtype=wide)
-    for tile, q, k, logits in _tiles(bucket, q_BLHD, k_BLGD, causal, scale):
+    dk_BLHD, dv_BLHV = torch.zeros_like(k_BLHD, dtype=wide), torch.zeros_like(v_BLHV, dtype=wide)
+    for tile, q, k, logits in _tiles(bucket, q_BLHD, k_BLHD, causal, scale):
         documents, rows, keys, _ = tile
-        do, v = tile.cut(do_BLHV, rows), tile.cut(v_BLGV, keys)
+        do, v = tile.cut(do_BLHV, rows), tile.cut(v_BLHV, keys)
         # Recomputed: P of all tiles would be the memory that flash attention saves.
         p = torch.softmax(logits, dim=-1)
         # The scale of the logits is applied here, once for dq and dk.
         dp = wide_bmm(do, v.transpose(1, 2), scale)
         ds = torch._softmax_backward_data(dp, p, -1, wide).to(dtype)
-        dq_BLHD[documents, rows] = tile.back(torch.bmm(ds, k), rows)
-        dk_BLGD[documents, keys] += tile.back(torch.bmm(ds.transpose(1, 2), q), keys)
-        dv_BLGV[documents, keys] += tile.back(torch.bmm(p.to(dtype).transpose(1, 2), do), keys)
-    return dq_BLHD, dk_BLGD, dv_BLGV
+        dq_BLHD[documents, rows] = tile.back(torch.bmm(ds, k))
+        dk_BLHD[documents, keys] += tile.back(torch.bmm(ds.transpose(1, 2), q))
+        dv_BLHV[documents, keys] += tile.back(torch.bmm(p.to(dtype).transpose(1, 2), do))
+    return dq_BLHD, dk_BLHD, dv_BLHV
 
 
 # ---- torch's CPU flash kernel: quickest in float32 and for long documents ----
@@ -323,50 +318,45 @@ def _flash_operands(bucket: Bucket, causal: bool, *packed: Tensor) -> tuple[list
 
 
 def _flash_forward(
-    bucket: Bucket, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, causal: bool, scale: float
+    bucket: Bucket, q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Padded output [B, L, H, V] and log-sum-exp [B, L, H]."""
-    (q, k, v), mask = _flash_operands(bucket, causal, q_THD, k_TGD, v_TGV)
+    (q, k, v), mask = _flash_operands(bucket, causal, q_THD, k_THD, v_THV)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
-    return o.transpose(1, 2)[..., : v_TGV.shape[-1]], lse.transpose(1, 2)
+    return o.transpose(1, 2)[..., : v_THV.shape[-1]], lse.transpose(1, 2)
 
 
 def _flash_backward(
     bucket: Bucket, saved: tuple[Tensor, ...], do_THV: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Padded gradients [B, L, heads, dim] of q, k, v; ``saved`` is (q, k, v, o, lse)."""
-    q_THD, k_TGD, v_TGV, o_THV, lse_TH = saved
-    # The backward of that kernel knows no shared keys: they are repeated and their gradients summed.
-    repeats = q_THD.shape[1] // k_TGD.shape[1]
-    k_THD, v_THV = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k_TGD, v_TGV))
+    q_THD, k_THD, v_THV, o_THV, lse_TH = saved
     (q, k, v, o, do), mask = _flash_operands(bucket, causal, q_THD, k_THD, v_THV, o_THV, do_THV)
     lse = bucket.pad(lse_TH).transpose(1, 2)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-    if repeats > 1:
-        dk, dv = (x.unflatten(2, (-1, repeats)).sum(dim=3) for x in (dk, dv))
-    return dq[..., : q_THD.shape[-1]], dk[..., : k_TGD.shape[-1]], dv[..., : v_TGV.shape[-1]]
+    return dq[..., : q_THD.shape[-1]], dk[..., : k_THD.shape[-1]], dv[..., : v_THV.shape[-1]]
 
 
 class _BucketedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, segments: Segments, causal: bool, scale: float
+        ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         tokens, heads = q_THD.shape[:2]
-        o_THV = q_THD.new_empty(tokens, heads, v_TGV.shape[-1])
+        o_THV = q_THD.new_empty(tokens, heads, v_THV.shape[-1])
         lse_TH = q_THD.new_empty(tokens, heads, dtype=accumulate_dtype(q_THD.dtype))
         with without_autocast(q_THD):
             for bucket in buckets(segments, q_THD.device, _multiple(q_THD)):
                 run = _flash_forward if suits_flash(bucket, q_THD) else _forward_bucket
-                o_BLHV, lse_BLH = run(bucket, q_THD, k_TGD, v_TGV, causal, scale)
+                o_BLHV, lse_BLH = run(bucket, q_THD, k_THD, v_THV, causal, scale)
                 bucket.unpad_into(o_THV, o_BLHV)
                 bucket.unpad_into(lse_TH, lse_BLH)
-        ctx.save_for_backward(q_THD, k_TGD, v_TGV, o_THV, lse_TH)
+        ctx.save_for_backward(q_THD, k_THD, v_THV, o_THV, lse_TH)
         ctx.settings = segments, causal, scale
         ctx.mark_non_differentiable(lse_TH)
         return o_THV, lse_TH
@@ -389,40 +379,37 @@ class _BucketedAttention(torch.autograd.Function):
 # ---- CUDA ----
 
 
-def varlen_available(q_THD: Tensor, v_TGV: Tensor) -> bool:
+def varlen_available(q_THD: Tensor, v_THV: Tensor) -> bool:
     """Whether torch's own variable-length attention takes these tensors."""
     if _varlen is None or q_THD.device.type != "cuda" or q_THD.dtype not in (torch.bfloat16, torch.float16):
         return False
-    width = max(q_THD.shape[-1], v_TGV.shape[-1])
+    width = max(q_THD.shape[-1], v_THV.shape[-1])
     return width <= 256 and width % 8 == 0 and q_THD.shape[0] > 0
 
 
 def _varlen_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, segments: Segments, causal: bool, scale: float
+    q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, segments: Segments, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Flash attention over cumulative lengths; the narrower of key and value dim is zero-padded."""
     assert _varlen is not None
     # Asked of the installed torch instead of its version.
     accepted = inspect.signature(_varlen.varlen_attn).parameters
     # torch's kernel wants one dim for q, k and v, and here one key head for each query head.
-    q, k, v = _widened(q_THD, k_TGD, v_TGV)
-    repeats = q.shape[1] // k.shape[1]
+    q, k, v = _widened(q_THD, k_THD, v_THV)
     options: dict[str, Any] = {"is_causal": causal}
     # The way to ask for a causal mask changed between torch releases.
     if "window_size" in accepted:
         options = {"window_size": (-1, 0 if causal else -1)}
-    if repeats > 1:
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     options |= {"scale": scale, "return_aux": _varlen.AuxRequest(lse=True)}
     cu, longest = segments.cu_seqlens(q.device), segments.max_length
     o_THV, lse = _varlen.varlen_attn(q, k, v, cu, cu, longest, longest, **options)
-    return o_THV[..., : v_TGV.shape[-1]], lse.detach().T  # the kernel's own layout is [H, T]
+    return o_THV[..., : v_THV.shape[-1]], lse.detach().T  # the kernel's own layout is [H, T]
 
 
 def attention(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
+    k_THD: Tensor,
+    v_THV: Tensor,
     segments: Segments,
     *,
     causal: bool,
@@ -438,12 +425,12 @@ def attention(
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
     """
-    check_attention(q_THD, k_TGD, v_TGV, segments)
-    dtype = compute_dtype(q_THD, k_TGD, v_TGV)
-    q_THD, k_TGD, v_TGV = q_THD.to(dtype), k_TGD.to(dtype), v_TGV.to(dtype)
-    if varlen_available(q_THD, v_TGV):
-        return _varlen_attention(q_THD, k_TGD, v_TGV, segments, causal, scale)
-    return _BucketedAttention.apply(q_THD, k_TGD, v_TGV, segments, causal, scale)
+    check_attention(q_THD, k_THD, v_THV, segments)
+    dtype = compute_dtype(q_THD, k_THD, v_THV)
+    q_THD, k_THD, v_THV = q_THD.to(dtype), k_THD.to(dtype), v_THV.to(dtype)
+    if varlen_available(q_THD, v_THV):
+        return _varlen_attention(q_THD, k_THD, v_THV, segments, causal, scale)
+    return _BucketedAttention.apply(q_THD, k_THD, v_THV, segments, causal, scale)
 
 
 # ---- split and turn of a projection ----
@@ -494,7 +481,7 @@ def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
 @torch.no_grad()
 def max_logit(
     q_THD: Tensor,
-    k_TGD: Tensor,
+    k_THD: Tensor,
     lse_TH: Tensor,
     segments: Segments,
     *,
@@ -517,7 +504,7 @@ def max_logit(
     One host sync (the comparison with tau); a second one for the row list only when it
     opens.
     """
-    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, lse_TH=lse_TH)
+    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_THD=k_THD, lse_TH=lse_TH)
     if segments.total == 0:
         return torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
     bound_H = lse_TH.amax(dim=0)
@@ -525,23 +512,23 @@ def max_logit(
     if not bool((bound_H > tau).any()):
         return bound_H.float()
     rows = (lse_TH >= floors(lse_TH, segments, causal)).any(dim=1).nonzero()[:, 0].tolist()
-    dtype = compute_dtype(q_THD, k_TGD)  # the operands attention multiplied, under autocast too
+    dtype = compute_dtype(q_THD, k_THD)  # the operands attention multiplied, under autocast too
     wide = accumulate_dtype(dtype)
-    q_TGnD = q_THD.to(dtype).unflatten(1, (k_TGD.shape[1], -1))
+    q_THD = q_THD.to(dtype)
     # Only rows that can hold a maximum are multiplied again, document by document.
     best_H = torch.full_like(bound_H, float("-inf"))
     # Long rows in pieces: the logits of all candidates could be large.
     step = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length))
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
-            k_LGD = k_TGD[start : start + length].to(dtype).to(wide)
+            k_LHD = k_THD[start : start + length].to(dtype).to(wide)
             mine = rows[bisect_left(rows, start) : bisect_left(rows, start + length)]
             for low in range(0, len(mine), step):
                 index_C = torch.tensor(mine[low : low + step], device=q_THD.device)
-                logits_GnCL = torch.einsum("cgnd,lgd->gncl", q_TGnD[index_C].to(wide), k_LGD) * scale
+                logits_HCL = torch.einsum("chd,lhd->hcl", q_THD[index_C].to(wide), k_LHD) * scale
                 if causal:
                     hidden_CL = torch.arange(length, device=q_THD.device) > (index_C - start)[:, None]
-                    logits_GnCL = logits_GnCL.masked_fill(hidden_CL, float("-inf"))
-                found_H = logits_GnCL.flatten(2).amax(dim=2).flatten()
+                    logits_HCL = logits_HCL.masked_fill(hidden_CL, float("-inf"))
+                found_H = logits_HCL.flatten(1).amax(dim=1)
                 best_H = torch.maximum(best_H, found_H.to(best_H.dtype))
     return best_H.float()

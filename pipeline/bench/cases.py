@@ -452,7 +452,7 @@ def others(setting: Setting) -> Iterator[Case]:
     leaf, randn = setting.leaf, setting.randn
 
     # Parts of attention for the engine and for QK-Clip.
-    q, k, v = randn(tokens, 4, 24), randn(tokens, 2, 24), randn(tokens, 2, 16)
+    q, k, v = randn(tokens, 4, 24), randn(tokens, 4, 24), randn(tokens, 4, 16)
     rows = [randn(newest.total, 4, 24), k, v]
     yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
     law = load(REGISTRY["attention"]["naive"])

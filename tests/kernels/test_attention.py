@@ -26,7 +26,7 @@ ROUNDED = {
 ODD = (5, 1, 40, 41, 41, 7, 130)
 LENGTHS = [ODD, (1,), (64, 64, 64), (3, 3, 300), tuple(range(1, 20))]
 # H, G, D, V.
-HEADS = [(4, 4, 24, 24), (4, 2, 40, 16), (6, 2, 16, 72), (3, 1, 72, 72), (2, 2, 128, 40)]
+HEADS = [(4, 24, 24), (4, 40, 16), (6, 16, 72), (3, 72, 72), (2, 128, 40)]
 # The interpreter is slow.
 SMALL = (37, 1, 16, 33, 2)
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
@@ -42,8 +42,8 @@ def way(request, monkeypatch):
 
 def inputs(lengths, heads, seed=0, size=1.0, dtype=torch.float64):
     """q, k, v, do."""
-    (H, G, D, V), T = heads, sum(lengths)
-    shapes = ((T, H, D), (T, G, D), (T, G, V), (T, H, V))
+    (H, D, V), T = heads, sum(lengths)
+    shapes = ((T, H, D), (T, H, D), (T, H, V), (T, H, V))
     return [randn(*shape, seed=seed + i, dtype=dtype) * size for i, shape in enumerate(shapes)]
 
 
@@ -67,13 +67,13 @@ def compare(form, lengths, heads, causal, seed=0, scale=0.3, size=1.0, error=Non
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
 def test_the_torch_form_equals_the_definition(lengths, heads, causal, way):
-    _, lse = compare(EXACT, lengths, heads, causal, seed=len(lengths), scale=heads[2] ** -0.5)
+    _, lse = compare(EXACT, lengths, heads, causal, seed=len(lengths), scale=heads[1] ** -0.5)
     assert lse < EXACT.error
 
 
 @needs_interpreter
 @CAUSAL
-@pytest.mark.parametrize("heads", [(2, 1, 24, 16), (2, 2, 72, 72), (1, 1, 16, 40)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 24, 16), (2, 72, 72), (1, 16, 40)], ids=str)
 def test_the_triton_form_equals_the_definition(heads, causal):
     for seed in (0, 10):
         assert compare(TRITON, SMALL, heads, causal, seed)[1] < 1e-4
@@ -83,24 +83,24 @@ def test_the_triton_form_equals_the_definition(heads, causal):
 @forms(**ROUNDED)
 def test_low_precision_loses_only_roundings(form, causal, way):
     for seed in (0, 10):
-        got, lse = compare(form, SMALL if form.op is flash else ODD, (4, 2, 40, 16), causal, seed, 0.2)
+        got, lse = compare(form, SMALL if form.op is flash else ODD, (4, 40, 16), causal, seed, 0.2)
         # that kernel of torch sums rounded exponentials
         rough = way == "flash" and form.dtype == torch.bfloat16
         assert got[0].dtype == form.dtype and lse < (1.5e-2 if rough else 1e-4)
 
 
 def test_definition_equals_sdpa_document_by_document():
-    q, k, v, _ = inputs((9, 4), (4, 2, 8, 8))
+    q, k, v, _ = inputs((9, 4), (4, 8, 8))
     o, _ = naive.attention(q, k, v, Segments((9, 4)), causal=True, scale=0.3)
     for part, *x in zip(o.split([9, 4]), *(y.split([9, 4]) for y in (q, k, v))):
         batched = [y.transpose(0, 1)[None] for y in x]
-        want = F.scaled_dot_product_attention(*batched, is_causal=True, scale=0.3, enable_gqa=True)
+        want = F.scaled_dot_product_attention(*batched, is_causal=True, scale=0.3)
         assert (want[0].transpose(0, 1) - part).abs().max() < EXACT.error
 
 
 @CAUSAL
 def test_gradients_pass_gradcheck(causal, way):
-    *qkv, _ = (x.requires_grad_() for x in inputs((3, 1, 4), (4, 2, 3, 5)))
+    *qkv, _ = (x.requires_grad_() for x in inputs((3, 1, 4), (4, 3, 5)))
     call = lambda q, k, v: varlen.attention(q, k, v, Segments((3, 1, 4)), causal=causal, scale=0.5)[0]
     assert torch.autograd.gradcheck(call, qkv)
 
@@ -120,7 +120,7 @@ def test_packed_documents_do_not_leak(form, causal, way):
         o, _ = form.op.attention(*qkv, segments, causal=causal, scale=0.2)
         return [o.detach(), *torch.autograd.grad(o, qkv, do)]
 
-    given = inputs(lengths, (4, 2, 24, 24))
+    given = inputs(lengths, (4, 24, 24))
     packed = run(given, segments)
     other = [x.clone() for x in given]
     for x in other:
@@ -138,7 +138,7 @@ def test_packed_documents_do_not_leak(form, causal, way):
 
 @forms(torch=Form(varlen, torch.float64, 0), triton=TRITON)
 def test_the_future_is_not_seen(form):
-    *qkv, _ = inputs((37, 16), (2, 2, 24, 16), dtype=form.dtype)
+    *qkv, _ = inputs((37, 16), (2, 24, 16), dtype=form.dtype)
     run = lambda: form.op.attention(*qkv, Segments((37, 16)), causal=True, scale=0.3)[0]
     before = run()
     for x in qkv:
@@ -151,13 +151,13 @@ def test_the_future_is_not_seen(form):
 
 @forms(torch=Form(varlen, torch.float32, 5e-3), triton=Form(flash, torch.float32, 5e-3))
 def test_extreme_logits_stay_finite(form, way):
-    got, _ = compare(form, (37, 13), (2, 2, 24, 16), True, scale=300.0, error=float("inf"))
+    got, _ = compare(form, (37, 13), (2, 24, 16), True, scale=300.0, error=float("inf"))
     assert all(torch.isfinite(x).all() for x in got)
 
 
 @forms(naive=Form(naive, torch.float32, 0), torch=Form(varlen, torch.float32, 0), triton=TRITON)
 def test_empty_row_works_and_keeps_the_graph(form):
-    q, k, v = (torch.zeros(0, h, 8, requires_grad=True) for h in (4, 2, 2))
+    q, k, v = (torch.zeros(0, 4, 8, requires_grad=True) for _ in range(3))
     o, lse = form.op.attention(q, k, v, Segments(()), causal=False, scale=1.0)
     assert o.shape == (0, 4, 8) and lse.shape == (0, 4)
     o.sum().backward()
@@ -167,7 +167,7 @@ def test_empty_row_works_and_keeps_the_graph(form):
 def test_autocast_runs_products_in_bf16_and_returns_fp32_gradients():
     # The backward pass runs under autocast as well.
     with torch.autocast("cpu", torch.bfloat16):
-        got, _ = compare(Form(varlen, torch.float32, BF16), ODD, (4, 2, 24, 24), True, scale=0.2)
+        got, _ = compare(Form(varlen, torch.float32, BF16), ODD, (4, 24, 24), True, scale=0.2)
     assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
 
 
@@ -177,16 +177,16 @@ def test_very_long_document_is_tiled_without_changing_the_result(monkeypatch):
     monkeypatch.setattr(varlen, "TILE_ELEMENTS", 2000)
     monkeypatch.setattr(varlen, "CAUSAL_ROWS", 7)
     for causal in (True, False):
-        compare(EXACT, (90, 300, 90), (2, 1, 8, 8), causal)
+        compare(EXACT, (90, 300, 90), (2, 8, 8), causal)
 
 
 # Triton's own: strides, new tokens after earlier keys, which kernel is taken.
 
 
 @needs_interpreter
-def test_the_shape_of_mla_with_grouped_heads_and_views():
+def test_the_shape_of_mla_with_views():
     """Head dims 192 and 128, and q as a slice of a wider tensor, read in place."""
-    q, k, v, _ = inputs((33, 5), (2, 1, 192, 128), dtype=torch.float32)
+    q, k, v, _ = inputs((33, 5), (2, 192, 128), dtype=torch.float32)
     # What lies between the slices must never be read.
     wide = torch.cat([q, torch.full_like(q, torch.nan)], dim=-1)
     options = {"causal": True, "scale": 0.07}
@@ -204,8 +204,8 @@ def test_new_tokens_after_earlier_keys_are_the_end_of_attention_over_all(form):
     # The last tokens of every document are asked again.
     ends = torch.cat([torch.arange(end - n, end) for end, n in zip(KEYS.offsets[1:], NEW.lengths)])
     for seed in (0, 10):
-        q, k, v, _ = inputs(KEYS.lengths, (4, 2, 24, 16), seed, dtype=form.dtype)
-        logits = torch.einsum("ihd,jhd->hij", q.float(), k.float().repeat_interleave(2, 1))
+        q, k, v, _ = inputs(KEYS.lengths, (4, 24, 16), seed, dtype=form.dtype)
+        logits = torch.einsum("ihd,jhd->hij", q.float(), k.float())
         scale = 20 / logits.abs().max().item()
         wide = [x.double() for x in (q, k, v)]
         law, _ = naive.attention(*wide, KEYS, causal=True, scale=scale)
@@ -219,7 +219,7 @@ def test_new_tokens_after_earlier_keys_are_the_end_of_attention_over_all(form):
 def test_with_a_gradient_the_kernel_without_atomics_is_taken(monkeypatch):
     """So that a tower trains bit for bit alike twice; without one, torch's kernel serves equal dims."""
     monkeypatch.setattr(varlen, "varlen_available", lambda q, v: True)
-    q, k, v, _ = inputs(SMALL, (2, 2, 72, 72))
+    q, k, v, _ = inputs(SMALL, (2, 72, 72))
     assert flash.prefers_torch(q, k, v) and not flash.prefers_torch(q, k, v[..., :40])
     for leaf in (q, k, v):
         leaf.requires_grad_()
@@ -257,7 +257,7 @@ def logits_case(form, heads, causal, size, lengths=SMALL):
 @pytest.mark.parametrize("size", [0.5, 3.0, 8.0])
 @forms(**GATES)
 def test_the_largest_logit_is_exact_once_a_head_may_exceed_tau(form, size, causal, way):
-    for heads in ((4, 2, 24, 24), (3, 1, 40, 40)):
+    for heads in ((4, 24, 24), (3, 40, 40)):
         *_, lse, exact, ask = logits_case(form, heads, causal, size)
         with poisoned_empties():
             got = ask(lse.max().item() - 1e-3)
@@ -267,7 +267,7 @@ def test_the_largest_logit_is_exact_once_a_head_may_exceed_tau(form, size, causa
 @CAUSAL
 @forms(torch=GATES["torch32"], triton=GATES["triton"])
 def test_below_tau_it_is_a_bound_that_reads_no_key(form, causal):
-    q, k, lse, exact, ask = logits_case(form, (4, 2, 24, 24), causal, 1.0)
+    q, k, lse, exact, ask = logits_case(form, (4, 24, 24), causal, 1.0)
     # With NaN for operands, one product would be enough to see it.
     bound = ask(100.0, torch.full_like(q, torch.nan), torch.full_like(k, torch.nan))
     assert torch.equal(bound, lse.amax(0)) and (bound >= exact).all()

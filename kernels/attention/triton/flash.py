@@ -2,16 +2,16 @@
 
 A head dim is cut into at most two power-of-two tiles: 192 = 128 + 64 and 72 = 64 + 16 take 0 and 11 % more
 lanes than they need, where padding to a power of two takes 33 and 78 %. Keys and values have their own dims
-(MLA: 192 and 128), nothing is padded in memory, grouped heads read their keys in place. The host knows the
+(MLA: 192 and 128), nothing is padded in memory. The host knows the
 document lengths, so the table of query tiles is built without looking at the device and cached with the
 packed row.
 
 Forward: online softmax in base 2, the log-sum-exp is returned; the queries may be the newest tokens of
 documents whose earlier keys were computed before (`attention_append`). Backward: one kernel per key tile for
-dK and dV (walking over its group's heads and queries), one per query tile for dQ; P is recomputed, nothing is
+dK and dV (walking over its queries), one per query tile for dQ; P is recomputed, nothing is
 atomic.
 
-Legend: T tokens, H query heads, G key/value heads, D key dim, V value dim, BM query rows, BN keys of a tile.
+Legend: T tokens, H heads, D key dim, V value dim, BM query rows, BN keys of a tile.
 
 The largest attention logit per head without asking the host; the rule stands in varlen.py.
 
@@ -19,7 +19,7 @@ The gate is read on the device: programs whose rows cannot hold a head's maximum
 head exceeds tau, leave before they load a query. So where nothing is clipped a layer costs a few small
 launches over the log-sum-exps, and the host goes on. Every program writes one partial maximum: no atomics.
 
-Legend: T tokens, H query heads, G key heads, D key dim, P query tiles, BM query rows, BN keys of a tile.
+Legend: T tokens, H heads, D key dim, P query tiles, BM query rows, BN keys of a tile.
 
 Absorbed latent attention of one decode step on a GPU: pages read in place, long sequences split over
 programs.
@@ -74,7 +74,6 @@ class Sizes(NamedTuple):
     """Constants of a call, which its kernels are compiled for."""
 
     H: int
-    REPEAT: int  # query heads per key head
     CAUSAL: bool
     K: Dim
     V: Dim
@@ -88,9 +87,9 @@ class Strides(NamedTuple):
     q_t: int
     q_h: int
     k_t: int
-    k_g: int
+    k_h: int
     v_t: int
-    v_g: int
+    v_h: int
 
 
 class Tiles(NamedTuple):
@@ -243,8 +242,7 @@ def flash_forward(q, k, v, o, lse, tiles, scale, strides, S: constexpr):
     first += tl.load(tiles.shift + tl.program_id(0)).to(tl.int64)
     place = first + tl.arange(0, S.BM)  # of the queries among the keys
     ok = place < end
-    group = head // S.REPEAT
-    k, v = k + group * strides.k_g, v + group * strides.v_g
+    k, v = k + head * strides.k_h, v + head * strides.v_h
     # Queries stay in registers for the whole walk.
     queries = load_halves(q + head * strides.q_h, row, strides.q_t, ok, S.K)
     BM: constexpr = S.BM
@@ -283,42 +281,39 @@ def query_rows(x, head, row, ok, strides, S: constexpr):
 
 
 @triton.jit
-def key_rows(x, group, key, ok, strides, S: constexpr):
-    """(k, v) of rows of one group."""
-    k = load_halves(x.k + group * strides.k_g, key, strides.k_t, ok, S.K)
-    v = load_halves(x.v + group * strides.v_g, key, strides.v_t, ok, S.V)
+def key_rows(x, head, key, ok, strides, S: constexpr):
+    """(k, v) of rows of one head."""
+    k = load_halves(x.k + head * strides.k_h, key, strides.k_t, ok, S.K)
+    v = load_halves(x.v + head * strides.v_h, key, strides.v_t, ok, S.V)
     return k, v
 
 
 @triton.jit
 def flash_backward_keys(x, dk, dv, tiles, scale, strides, S: constexpr):
     """dk [T, G, D] and dv [T, G, V]. Grid (key tiles, G)."""
-    group = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     first, begin, end = tile_of(tiles)
     key = first + tl.arange(0, S.BN)
     ok_n = key < end
-    k, v = key_rows(x, group, key, ok_n, strides, S)
+    k, v = key_rows(x, head, key, ok_n, strides, S)
     dk_sum, dv_sum = zero_halves(S.BN, S.K), zero_halves(S.BN, S.V)
-    for repeat in range(S.REPEAT):
-        head = group * S.REPEAT + repeat
-        # Causal: queries before the tile's first key see none of it.
-        for start in range(first if S.CAUSAL else begin, end, S.BM):
-            row = start + tl.arange(0, S.BM)
-            ok_m = row < end
-            q, do, lse, delta = query_rows(x, head, row, ok_m, strides, S)
-            visible = ok_n[:, None] & ok_m[None, :]
-            if S.CAUSAL:
-                visible = visible & (key[:, None] <= row[None, :])
-            s = inner(k, q, S.K)
-            p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[None, :]), 0.0)
-            dv_sum = add_product(dv_sum, p.to(q[0].dtype), do, S.V)
-            # dO V^T - delta: how much better a key's value is than the mixture.
-            ds = (p * (inner(v, do, S.V) - delta[None, :])).to(q[0].dtype)
-            dk_sum = add_product(dk_sum, ds, q, S.K)
-    groups: constexpr = S.H // S.REPEAT
+    # Causal: queries before the tile's first key see none of it.
+    for start in range(first if S.CAUSAL else begin, end, S.BM):
+        row = start + tl.arange(0, S.BM)
+        ok_m = row < end
+        q, do, lse, delta = query_rows(x, head, row, ok_m, strides, S)
+        visible = ok_n[:, None] & ok_m[None, :]
+        if S.CAUSAL:
+            visible = visible & (key[:, None] <= row[None, :])
+        s = inner(k, q, S.K)
+        p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[None, :]), 0.0)
+        dv_sum = add_product(dv_sum, p.to(q[0].dtype), do, S.V)
+        # dO V^T - delta: how much better a key's value is than the mixture.
+        ds = (p * (inner(v, do, S.V) - delta[None, :])).to(q[0].dtype)
+        dk_sum = add_product(dk_sum, ds, q, S.K)
     dk_sum = dk_sum[0] * scale, dk_sum[1] * scale
-    store_halves(dk + group * S.K.ALL, key, groups * S.K.ALL, ok_n, dk_sum, S.K)
-    store_halves(dv + group * S.V.ALL, key, groups * S.V.ALL, ok_n, dv_sum, S.V)
+    store_halves(dk + head * S.K.ALL, key, S.H * S.K.ALL, ok_n, dk_sum, S.K)
+    store_halves(dv + head * S.V.ALL, key, S.H * S.V.ALL, ok_n, dv_sum, S.V)
 
 
 @triton.jit
@@ -333,7 +328,7 @@ def flash_backward_queries(x, dq, tiles, scale, strides, S: constexpr):
     for n in range(begin, tl.minimum(first + S.BM, end) if S.CAUSAL else end, S.BN):
         key = n + tl.arange(0, S.BN)
         ok_n = key < end
-        k, v = key_rows(x, head // S.REPEAT, key, ok_n, strides, S)
+        k, v = key_rows(x, head, key, ok_n, strides, S)
         s, dp = inner(q, k, S.K), inner(do, v, S.V)
         visible = ok_n[None, :] & ok_m[:, None]
         if S.CAUSAL:
@@ -376,7 +371,7 @@ def launch_sizes(
     short = max(16, power_of_two(longest))
     rows, keys = min(rows, short), min(keys, short)
     dims = split_dim(key_dim), split_dim(value_dim)
-    sizes = Sizes(heads, heads // k.shape[1], causal, *dims, rows, keys)
+    sizes = Sizes(heads, causal, *dims, rows, keys)
     strides = Strides(*[stride for x in (q, k, v) for stride in x.stride()[:2]])
     return sizes, strides, {"num_warps": warps if rows > 32 else 4, "num_stages": 2}
 
@@ -445,7 +440,7 @@ class FlashAttention(torch.autograd.Function):
             row_dots[(triton.cdiv(rows, 16),)](
                 o, x.do, x.delta, rows, V=width, VP=max(16, power_of_two(width)), BR=16
             )
-            flash_backward_keys[(by_key.first.shape[0], k.shape[1])](
+            flash_backward_keys[(by_key.first.shape[0], sizes.H)](
                 x, dk, dv, by_key, *last, S=sizes, **options
             )
             flash_backward_queries[(by_query.first.shape[0], sizes.H)](
@@ -454,13 +449,13 @@ class FlashAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def prefers_torch(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> bool:
+def prefers_torch(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor) -> bool:
     """Whether torch's variable-length kernel runs this: no gradient is asked for (its backward adds up with
     atomics, so two runs would differ), half precision, equal dims of a multiple of 8, which it does not pad.
     """
     # Without a gradient there are no atomics either.
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_TGD, v_TGV))
-    return not trains and q_THD.shape[-1] == v_TGV.shape[-1] and varlen.varlen_available(q_THD, v_TGV)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_THD, v_THV))
+    return not trains and q_THD.shape[-1] == v_THV.shape[-1] and varlen.varlen_available(q_THD, v_THV)
 
 
 def operands(**tensors: Tensor) -> list[Tensor]:
@@ -484,8 +479,8 @@ def operands(**tensors: Tensor) -> list[Tensor]:
 
 def attention(
     q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGV: Tensor,
+    k_THD: Tensor,
+    v_THV: Tensor,
     segments: Segments,
     *,
     causal: bool,
@@ -501,8 +496,8 @@ def attention(
         ValueError: head counts, dims, dtypes or devices do not fit, the row does not match ``segments``, or a
             head dim is over 256.
     """
-    check_attention(q_THD, k_TGD, v_TGV, segments)
-    q, k, v = operands(q_THD=q_THD, k_TGD=k_TGD, v_TGV=v_TGV)
+    check_attention(q_THD, k_THD, v_THV, segments)
+    q, k, v = operands(q_THD=q_THD, k_THD=k_THD, v_THV=v_THV)
     if segments.total == 0 or prefers_torch(q, k, v):
         return varlen.attention(q, k, v, segments, causal=causal, scale=scale)
     return FlashAttention.apply(q, k, v, segments, causal, scale)
@@ -510,15 +505,15 @@ def attention(
 
 @torch.no_grad()
 def attention_append(
-    q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
+    q_THD: Tensor, k_LHD: Tensor, v_LHV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
 ) -> Tensor:
     """See :func:`earlyfusion.kernels.attention.naive.attention_append`; there is no backward pass.
 
     Raises:
         ValueError: as there, or a dtype, device or head dim (over 256) that the kernel does not take.
     """
-    check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
-    q, k, v = operands(q_THD=q_THD, k_LGD=k_LGD, v_LGV=v_LGV)
+    check_append(q_THD, k_LHD, v_LHV, segments, key_segments)
+    q, k, v = operands(q_THD=q_THD, k_LHD=k_LHD, v_LHV=v_LHV)
     if segments.total == 0:
         return q.new_empty(0, q.shape[1], v.shape[2])
     return _forward(q, k, v, segments, key_segments, True, scale)[0]
@@ -540,7 +535,7 @@ def largest_logits(
     # A row can hold the maximum only if its log-sum-exp reaches the floor; and nobody needs it below tau.
     wanted = (sums >= tl.load(floor_H + head)) & (tl.max((bounds > tau).to(tl.int32), axis=0) > 0)
     queries = load_halves(q + head * strides.q_h, row, strides.q_t, wanted, S.K)
-    k += head // S.REPEAT * strides.k_g
+    k += head * strides.k_h
     BM: tl.constexpr = S.BM
     best = tl.full([BM], float("-inf"), tl.float32)
 
@@ -561,7 +556,7 @@ def largest_logits(
 @torch.no_grad()
 def max_logit(
     q_THD: Tensor,
-    k_TGD: Tensor,
+    k_THD: Tensor,
     lse_TH: Tensor,
     segments: Segments,
     *,
@@ -577,8 +572,8 @@ def max_logit(
         ValueError: the row does not match ``segments``, the log-sum-exp is not float32 [T, H], or a head dim
             is over 256.
     """
-    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_TGD=k_TGD, lse_TH=lse_TH)
-    q, k = operands(q_THD=q_THD, k_TGD=k_TGD)
+    check_shapes("max_logit", {"T": segments.total}, q_THD=q_THD, k_THD=k_THD, lse_TH=lse_TH)
+    q, k = operands(q_THD=q_THD, k_THD=k_THD)
     if segments.total == 0:
         return varlen.max_logit(q, k, lse_TH, segments, causal=causal, scale=scale, tau=tau)
     check_tensors("max_logit", q, (torch.float32,), "any", lse_TH=lse_TH)
