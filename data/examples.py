@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.data.sources.embedded import load_split
 from earlyfusion.data.synth.graph import Scene
 
 # With easy-VQA's one it makes a dozen.

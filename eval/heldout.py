@@ -27,9 +27,8 @@ from torch import Tensor
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, one_sample
-from earlyfusion.data.loading.encode import Encoded, cuts, encode, refuse_longer
+from earlyfusion.data.loading.encode import Encoded, PackedBatch, cuts, encode, pack_all, refuse_longer
 from earlyfusion.data.loading.order import Permutation
-from earlyfusion.data.loading.pack import PackedBatch, pack_all
 from earlyfusion.data.sample import Sample, Text
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ from earlyfusion.vision.patches import Grid
 
 
 class Prompt(Protocol):
-    """What the model reads of a packed row to compute hidden states (data/loading/pack.py has more fields).
+    """What the model reads of a packed row to compute hidden states (data/loading/encode.py has more fields).
 
     ids int64 [T]; patches uint8 [P, 3, p, p] of all images in order, grids their (t, h, w); media_positions
     int64 [M], the positions in ids that the image features fill, in feature order.

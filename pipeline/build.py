@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from earlyfusion.data.loading.pack import PackedBatch
+from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError

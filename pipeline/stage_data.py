@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import REASONS
-from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.loading.mixture import Point, Schedule
-from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.data.loading.stats import skip_file
+from earlyfusion.data.loading.encode import PackedBatch
+from earlyfusion.data.loading.loader import Loader, skip_file
+from earlyfusion.data.loading.order import Point, Schedule
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.config.schema import RunConfig, StageSection
 from earlyfusion.pipeline.runtime import Runtime

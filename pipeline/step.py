@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from earlyfusion.data.loading.pack import PackedBatch
+from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.pipeline.parallel import gradient_sync
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import Route

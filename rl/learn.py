@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from earlyfusion.data.loading.pack import PackedBatch
+from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion

@@ -21,10 +21,17 @@ from typing import Any, TypeAlias
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
-from earlyfusion.data.loading.encode import Encoded, encode, next_cut, refuse_longer
-from earlyfusion.data.loading.mixture import Blend, Schedule
-from earlyfusion.data.loading.order import Permutation
-from earlyfusion.data.loading.pack import PackedBatch, Size, assemble, choose
+from earlyfusion.data.loading.encode import (
+    Encoded,
+    PackedBatch,
+    Size,
+    assemble,
+    choose,
+    encode,
+    next_cut,
+    refuse_longer,
+)
+from earlyfusion.data.loading.order import Blend, Permutation, Schedule
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.balance import VisionCost
@@ -305,7 +312,7 @@ class Lane:
         }
 
     def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
-        """The next micro-batch, and the samples left out on the way (stats.py); raises DataExhausted when
+        """The next micro-batch, and the samples left out on the way (loader.py); raises DataExhausted when
         every source has reached its max_epochs."""
         # Order matters: a skip moves the cursors that the refill reads from.
         self._leave_out()

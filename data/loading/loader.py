@@ -13,6 +13,11 @@ Who prepares the next steps (`data.prefetch`): the caller itself, a thread, or p
 steps in the same order. The state of each lane travels with its batch, so what a checkpoint saves is what was
 consumed, however far ahead the preparation has run. A worker that dies or stands still is told with the
 sample it held; nobody waits for it.
+
+`skipped.jsonl` in the run folder holds one line for each sample left out: stage, lane, step (of the lane, for
+which it was being prepared), source, shard, key, epoch, index, reason, message. Every process writes a file
+of its own. A resume goes through the same samples again, so a line may stand there twice; `read_skipped`
+gives each once.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -27,7 +33,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import Connection
@@ -39,14 +46,16 @@ import torch
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError, told
+from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.data.loading.lane import Geometry, Lane, Spec, Watch, add_skip
-from earlyfusion.data.loading.mixture import Schedule
-from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.data.loading.stats import FILE, append_skipped, total
+from earlyfusion.data.loading.order import Schedule
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import read_jsonl
 from earlyfusion.vision.config import VisionConfig
 
+FILE = "skipped.jsonl"
+"""Lines about what was left out."""
 STALL_S = 600.0
 """Seconds that a preparation may spend on one sample before the run stops and names it."""
 _POLL_S = 0.2
@@ -65,7 +74,7 @@ class Step(NamedTuple):
     states: dict[int, dict[str, Any]]
     """Lane -> its state after the batch."""
     skipped: list[dict[str, Any]]
-    """Samples left out while the step was prepared (stats.py)."""
+    """Samples left out while the step was prepared (loader.py)."""
 
 
 def prepare(lanes: Sequence[Lane]) -> Step:
@@ -251,6 +260,45 @@ def receive(connection: Connection) -> Any:
     if isinstance(item, BaseException):
         raise item
     return item
+
+
+# ---- what was left out
+
+
+def skip_file(folder: str | Path, rank: int = 0) -> Path:
+    """Where process `rank` logs what it leaves out."""
+    return Path(folder) / (FILE if rank == 0 else f"skipped-rank{rank}.jsonl")
+
+
+def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Add lines in one write, so that a kill tears at most the last."""
+    # The first loss may come before the run has written anything.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        # In ASCII: names of files need not be UTF-8.
+        file.write("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
+    """Every sample left out by any process of the run, once, in the order of stage, step and lane."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in sorted(Path(folder).glob("skipped*.jsonl")):
+        for entry in read_jsonl(path):
+            place = tuple(entry.get(name) for name in ("stage", "step", "lane", "source", "epoch", "index"))
+            # A line torn by a kill, or a stranger's, lacks its place.
+            if None not in place:
+                found[place] = entry
+    return [found[place] for place in sorted(found)]
+
+
+def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Sums over lanes of their counts (`Lane.counts`), from their states."""
+    # From the states and not from the lanes, which may live in another process.
+    sums: dict[str, Counter[str]] = {}
+    for state in states:
+        for name, counts in state["counts"].items():
+            sums.setdefault(name, Counter()).update(counts)
+    return sums
 
 
 class Loader:

@@ -200,6 +200,10 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
         others = [path for path in out.iterdir() if not path.name.startswith((".lock", STATE, f".{STATE}."))]
         if others and not known:
             raise DataError(f"{out} holds files of its own; take an empty folder")
+        # A preparation makes no folders: such a one is the user's, whatever else lies beside it.
+        folders = [path.name for path in others if path.is_dir()]
+        if folders and identity not in known:
+            raise DataError(f"{out} holds folders of its own ({folders[0]}); move them, or take another one")
         if others and identity not in known:
             if not overwrite:
                 raise DataError(

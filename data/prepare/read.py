@@ -23,7 +23,7 @@ from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, file_below, json_object, within
 from earlyfusion.data.shards.fetch import TAR_ENDS, as_local
 from earlyfusion.data.shards.read import Shards, split_name
-from earlyfusion.data.shards.split import Numbered
+from earlyfusion.data.sources.base import Numbered
 from earlyfusion.data.sources.text_files import LINES, TextTable, find_files, text_cache
 from earlyfusion.kernels.errors import one_line
 
@@ -454,8 +454,8 @@ def _shards(path: str) -> Input:
         return {name: group.read(name) if size else b"" for name, size in group.sizes.items()}
 
     identity = []
-    for shard, (name, count) in enumerate(zip(shards.names, shards.counts)):
-        identity.append(f"{name} {count} {shards.index(shard).header['bytes']}")
+    for name, count, header in zip(shards.names, shards.counts, shards.headers):
+        identity.append(f"{name} {count} {header['bytes']}")
     return Input(len(numbers), origin, members, identity, chosen_format(shards.manifest))
 
 

@@ -247,6 +247,21 @@ def _parse(line: bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def read_header(path: Path) -> dict[str, Any]:
+    """The first line of an index file; raises DataError when it is none of this version."""
+    # This line alone: a folder of ten thousand shards is opened without a look at their samples.
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_ROW)
+    try:
+        return IndexHeader.model_validate(_parse(line)).model_dump()
+    except ValueError:
+        raise DataError(_damaged(path)) from None
+
+
+def _damaged(path: Path) -> str:
+    return f"{path}: not a whole index of version {INDEX_VERSION}; delete it, it is built anew"
+
+
 class ShardIndex:
     """One index file, opened in about a millisecond per 10,000 samples; a sample's line is parsed when it is
     asked for.
@@ -255,22 +270,13 @@ class ShardIndex:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        damaged = f"{path}: not a whole index of version {INDEX_VERSION}; delete it, it is built anew"
+        self._path, self.header = path, read_header(path)
         with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise DataError(damaged)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-        try:
-            line = self._map[: min(self._map.find(b"\n") + 1, _LONGEST_ROW)]
-            self.header = IndexHeader.model_validate(_parse(line)).model_dump()
-        except ValueError:
-            raise DataError(damaged) from None
         # Counted before places are held for all of them: a header may claim any number of samples.
         ends, samples = np.frombuffer(self._map, dtype=np.uint8) == ord("\n"), self.header["samples"]
         if samples * _SHORTEST_ROW > len(ends) or np.count_nonzero(ends) != samples + 1:
-            raise DataError(damaged)
+            raise DataError(_damaged(path))
         self._ends = np.flatnonzero(ends)
 
     def __len__(self) -> int:
@@ -328,18 +334,20 @@ class Shards:
         # Bounded: a data set may have more shards than a process may have files.
         self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
-        headers = [self._header(shard) for shard in range(len(self.urls))]
-        self.usable = [header["samples"] for header in headers]
-        self.cut = [header["cut"] for header in headers]
+        self.headers = [self._header(shard) for shard in range(len(self.urls))]
+        """What is known of every shard: samples, bytes, cut, refused, ..."""
+        self.usable = [header["samples"] for header in self.headers]
+        self.cut = [header["cut"] for header in self.headers]
         self.counts = [samples + cut for samples, cut in zip(self.usable, self.cut)]
         """Samples of every shard, with one for a missing end."""
 
-    def _header(self, shard: int) -> Mapping[str, Any]:
-        """How many samples a shard holds, and whether its end is missing."""
+    def _header(self, shard: int) -> dict[str, Any]:
         # Of a remote shard index.json is believed: its own index would take a download.
         if self.manifest is not None and as_local(self.urls[shard]) is None:
             return {"cut": False, **self.manifest["shards"][shard]}
-        return self.index(shard).header
+        # No more than a line is read: the index itself is opened when a sample of the shard is asked for.
+        header = self._header_beside(shard)
+        return read_header(self._cached_index(shard)) if header is None else header
 
     def key(self, shard: int, position: int) -> str:
         """Key of one sample; raises BadSample for the missing end."""
@@ -380,18 +388,31 @@ class Shards:
         return LocalFile(plain_copy(self.urls[shard], self.cache))
 
     def _open_index(self, shard: int) -> ShardIndex:
-        """The index beside a local shard if it is of this shard's size, else that of the cache."""
-        url = self.urls[shard]
-        local = as_local(url)
-        if local is not None and local.is_file():
-            beside = local.with_name(index_name(local.name))
+        """The index beside a local shard if it is whole and of this shard's size, else that of the cache."""
+        local = as_local(self.urls[shard])
+        if local is not None and self._header_beside(shard) is not None:
             try:
-                index = ShardIndex(beside) if beside.is_file() else None
+                return ShardIndex(local.with_name(index_name(local.name)))
             except DataError as error:
                 LOG.warning("%s", error)
-                index = None
-            if index is not None and index.header["bytes"] == local.stat().st_size:
-                return index
+        return ShardIndex(self._cached_index(shard))
+
+    def _header_beside(self, shard: int) -> dict[str, Any] | None:
+        """The first line of the index beside a local shard, if it is of this shard's size."""
+        local = as_local(self.urls[shard])
+        if local is None or not local.is_file():
+            return None
+        beside = local.with_name(index_name(local.name))
+        try:
+            header = read_header(beside) if beside.is_file() else None
+        except DataError as error:
+            LOG.warning("%s", error)
+            return None
+        return header if header and header["bytes"] == local.stat().st_size else None
+
+    def _cached_index(self, shard: int) -> Path:
+        """The index in the cache, made by a walk over the shard's headers where there is none."""
+        url = self.urls[shard]
         try:
             path = self.cache / f"{digest64('index', url, *stamp(url)):016x}{INDEX_SUFFIX}"
         except FileNotFoundError:
@@ -399,12 +420,12 @@ class Shards:
         with locked(path):
             if not path.is_file():
                 file = self._file(shard)
-                write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
-        # Told by whoever opens it: left-out members are losses like any other.
-        index = ShardIndex(path)
-        if index.header["refused"]:
-            LOG.warning("%s: members left out: %s", url, index.header["refused"])
-        return index
+                found = scan_tar(file, file.size)
+                # Told by whoever walks: left-out members are losses like any other.
+                if found.refused:
+                    LOG.warning("%s: members left out: %s", url, dict(found.refused))
+                write_index(path, index_lines(found, self.names[shard], file.size))
+        return path
 
 
 class LocalFile:

@@ -1,14 +1,12 @@
 """The kinds of sources, one file each; importing this package registers them (data/sources/base.py)."""
 
 # Imported for what they register alone.
-from earlyfusion.data.sources import (  # noqa: F401  # noqa: F401
+from earlyfusion.data.sources import (  # noqa: F401
     chat_files,
-    easy_vqa,
+    embedded,
     folder,
     problems,
     shards,
-    synth,
-    text,
     text_files,
     zero_vision,
 )

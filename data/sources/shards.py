@@ -1,7 +1,7 @@
 """Webdataset shards as a source: any sample at once by its number, whatever was read before.
 
 `path` names the shards (data/shards/fetch.py: folder, glob, braces, URL, pipe:command), or the option
-`shards` lists them. Held-out samples are spread evenly over every shard (data/shards/split.py).
+`shards` lists them. Held-out samples are spread evenly over every shard (data/sources/base.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.read import Shards
-from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import InFiles, Options, source
+from earlyfusion.data.sources.base import InFiles, Options, Split, source
 
 
 class ShardsOptions(Options):
@@ -78,7 +77,7 @@ class WebDataset(InFiles):
 
     def contents(self) -> Iterator[object]:
         manifest = self.shards.manifest
-        for number, (name, count) in enumerate(zip(self.names, self.shards.counts)):
-            # The manifest knows every shard; without one each index tells its own.
-            known = manifest["shards"][number] if manifest else self.shards.index(number).header
+        # The manifest knows every shard; without one each index tells its own.
+        listed = manifest["shards"] if manifest else self.shards.headers
+        for name, count, known in zip(self.names, self.shards.counts, listed):
             yield f"{name} {count} {known['bytes']} {known.get('sha256')}"

@@ -33,8 +33,7 @@ from earlyfusion.data.shards.fetch import (
     short_names,
     stamp,
 )
-from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import InFiles, Options, source
+from earlyfusion.data.sources.base import InFiles, Options, Split, source
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import replacing
 

@@ -21,7 +21,7 @@ from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
 from earlyfusion.data.programs import run_own
 from earlyfusion.data.sample import Image, Sample, Segment, Text
 from earlyfusion.data.sources.base import Generated, source
-from earlyfusion.data.sources.synth import PictureOptions
+from earlyfusion.data.sources.embedded import PictureOptions
 from earlyfusion.data.synth.graph import Scene
 from earlyfusion.data.tool_tasks import FILE, Subject, Task, make_grid, make_task
 

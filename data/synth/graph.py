@@ -6,7 +6,7 @@
     graph.caption(rng)           one sentence or table that tells what there is
     graph.questions(rng, 3)      up to three (question, answer), no text twice
 
-Training samples (data/sources/synth.py), verifiable problems and benchmarks (data/tasks) all ask these
+Training samples (data/sources/embedded.py), verifiable problems and benchmarks (data/tasks) all ask these
 graphs, so that a question has one wording. Combinations on the held-out side (colour with shape, words,
 values of a chart, first rows of a board) are never drawn for training.
 

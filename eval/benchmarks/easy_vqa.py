@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from earlyfusion.data.sample import Segment, Text, answer_text, question_text
-from earlyfusion.data.sources.easy_vqa import Picture, load_split, picture_of
+from earlyfusion.data.sources.embedded import Picture, load_split, picture_of
 from earlyfusion.data.tasks.scoring import best_choice, first_line, normalise
 from earlyfusion.eval.benchmarks.base import benchmark, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole

@@ -38,7 +38,7 @@ PATCHES_A_TOKEN = 16
 """Most patches that one token of a picture or video stands for: 2 x 2, over up to four frames."""
 
 _QUESTION = re.compile(r"\nQ: (.*)\nA:", re.DOTALL)
-"""A question as pretraining puts it (data/sources/easy_vqa.py)."""
+"""A question as pretraining puts it (data/sources/embedded.py)."""
 
 
 class EngineModel(TokenModel):

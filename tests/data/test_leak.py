@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion

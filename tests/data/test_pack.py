@@ -5,8 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.loading.pack import IGNORED, Size, assemble, choose, pack_all
+from earlyfusion.data.loading.encode import IGNORED, Encoded, Size, assemble, choose, pack_all
 
 
 def document(rng, source="a", key="0"):

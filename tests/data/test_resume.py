@@ -9,7 +9,7 @@ import pytest
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.loader import merge_states
-from earlyfusion.data.loading.mixture import Point, Schedule
+from earlyfusion.data.loading.order import Point, Schedule
 
 from .consumer import Reference, chained, killed_after
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.mixture import Blend, Mixture, Point, Schedule
+from earlyfusion.data.loading.order import Blend, Mixture, Point, Schedule
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -16,7 +16,7 @@ import webdataset
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.shards.fetch import expand
 from earlyfusion.data.shards.read import Shards, index_lines, index_name, scan_tar, write_index
-from earlyfusion.data.shards.split import Split
+from earlyfusion.data.sources.base import Split
 
 from .shard_files import captions, write_tar
 

@@ -10,7 +10,7 @@ from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text, answer_text, question_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.data.sources.embedded import load_split
 
 from .shard_files import picture
 

@@ -8,7 +8,7 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import REASONS, DataError
 from earlyfusion.data.loading.lane import Stream, Watch
-from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
+from earlyfusion.data.loading.loader import append_skipped, read_skipped, skip_file
 from earlyfusion.data.sources.folder import Folder
 
 from .conftest import folder_config

@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.data.sources.embedded import load_split
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.data.vocabulary import embedded_corpus
 

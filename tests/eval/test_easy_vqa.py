@@ -9,7 +9,7 @@ from eval_cases import Scripted
 
 from earlyfusion.data.sample import Image, answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.data.sources.embedded import load_split
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.benchmarks.easy_vqa import ANSWERS, majority_answers, questions_of
 from earlyfusion.eval.harness import run_task

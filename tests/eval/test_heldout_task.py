@@ -8,8 +8,7 @@ import torch
 from eval_cases import Scripted, own_model
 from PIL import Image as PILImage
 
-from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.pack import assemble
+from earlyfusion.data.loading.encode import assemble, encode
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.harness import run_task

@@ -6,8 +6,7 @@ import pytest
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
-from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.pack import assemble
+from earlyfusion.data.loading.encode import assemble, encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.eval.samples import answer_samples, attnres_weights, save_samples
 from earlyfusion.model.generate import generate

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from tiny_run import tiny_text
 
-from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.loading.pack import PackedBatch, assemble
+from earlyfusion.data.loading.encode import Encoded, PackedBatch, assemble
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime

@@ -33,7 +33,7 @@ from tiny_run import make_tokenizer, tiny_recipe
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.lane import Geometry, Spec, Stream, Watch
-from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
+from earlyfusion.data.loading.loader import append_skipped, read_skipped, skip_file
 from earlyfusion.data.prepare.cmd import prepare as prepare_verb
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer

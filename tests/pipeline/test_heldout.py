@@ -12,8 +12,7 @@ import torch
 from PIL import Image as PILImage
 from tiny_run import write_recipe
 
-from earlyfusion.data.loading.encode import cuts, encode
-from earlyfusion.data.loading.pack import assemble
+from earlyfusion.data.loading.encode import assemble, cuts, encode
 from earlyfusion.data.sample import Image
 from earlyfusion.eval.heldout import GREY, Loss, heldout_getters
 from earlyfusion.pipeline.build import absolute_paths

@@ -4,8 +4,7 @@ data."""
 import pytest
 from tiny_run import numbers, tiny_recipe, write_recipe
 
-from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.loading.stats import read_skipped
+from earlyfusion.data.loading.loader import Loader, read_skipped
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.report.page import write_report

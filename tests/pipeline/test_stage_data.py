@@ -4,7 +4,7 @@ never touches it."""
 import pytest
 from tiny_run import forget_processes
 
-from earlyfusion.data.loading.stats import skip_file
+from earlyfusion.data.loading.loader import skip_file
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import Runtime
