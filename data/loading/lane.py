@@ -189,11 +189,15 @@ class Stream:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
         configured."""
         # Counted in a row: one good sample shows that the source can still give.
-        failures = 0
+        failures, geometry = 0, self.spec.geometry
         while (place := self.where()) is not None:
             try:
                 document = self._document or self.encoded(*place)
-                stop = self._cut(document)
+                if self.spec.data.overlong == "skip":
+                    refuse_longer(document, geometry.length)
+                # A picture that no batch can hold is refused by the cut.
+                limits = (geometry.length, geometry.max_patches, self.spec.tokenizer.ends_line)
+                stop = next_cut(document, self.start, *limits, self.spec.cost, geometry.max_cost)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
                     raise
@@ -216,15 +220,6 @@ class Stream:
                 self.start, self._document = stop, document
             return (self.source.name, *place, start, stop), document.piece(start, stop)
         return None
-
-    def _cut(self, document: Encoded) -> int:
-        geometry = self.spec.geometry
-        if self.spec.data.overlong == "skip":
-            refuse_longer(document, geometry.length)
-        # A picture that no batch can hold is refused by the cut.
-        limits = (geometry.length, geometry.max_patches)
-        cost = (self.spec.cost, geometry.max_cost)
-        return next_cut(document, self.start, *limits, self.spec.tokenizer.ends_line, *cost)
 
     def _move(self, documents: int) -> None:
         self.cursor, self.start, self._document = self.cursor + documents, 0, None

@@ -11,10 +11,11 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,6 @@ from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.prepare.write import (
     SKIPPED,
-    Job,
     Outcome,
     ShardSet,
     Worker,
@@ -150,7 +150,15 @@ def prepare(
 
     # What is read, and what the result depends on: the number of workers is no part of it.
     fields = InputOptions(image_field, text_field, split, question_field, answer_field)
-    job = Job(source, fields, format, tokenizer, vision, max_pixels)
+    make = partial(
+        Worker,
+        source,
+        fields,
+        format=format,
+        tokenizer=tokenizer,
+        vision=vision,
+        max_pixels=max_pixels,
+    )
     try:
         opened = open_input(source, fields)
     except DataError:
@@ -171,8 +179,8 @@ def prepare(
         else:
             shards = ShardSet(out, int(shard_mb * 1e6), shard_samples, dedup == "sample")
             try:
-                _fill(shards, job, len(opened), workers, console)
-                manifest = shards.finish(len(opened), about)
+                _fill(shards, make, opened.count, workers, console)
+                manifest = shards.finish(opened.count, about)
             except OSError as error:
                 raise DataError(
                     f"{out}: cannot be written ({error.strerror or error}); free disk space and run the"
@@ -217,7 +225,7 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console) -> None:
+def _fill(shards: ShardSet, make: Callable[[], Worker], items: int, workers: int, console: Console) -> None:
     """Write every item that is not yet in a finished shard, with a bar of the way."""
     # The same command goes on where it was stopped.
     if shards.next_item:
@@ -231,7 +239,7 @@ def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("preparing", total=items, completed=shards.next_item)
-        for outcome in _outcomes(job, shards.next_item, items, workers):
+        for outcome in _outcomes(make, shards.next_item, items, workers):
             if shards.add(outcome) and outcome.note:
                 notes[outcome.note] += 1
             bar.advance(task)
@@ -239,19 +247,19 @@ def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console
         console.print(f"{counted(count, 'item')}: {note}", soft_wrap=True, markup=False)
 
 
-def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcome]:
+def _outcomes(make: Callable[[], Worker], start: int, items: int, workers: int) -> Iterator[Outcome]:
     """Outcomes in order; a bounded number of tasks is under way, so that memory does not grow."""
     # Few items are done before a process has started.
     tasks = [range(first, min(first + CHUNK, items)) for first in range(start, items, CHUNK)]
     if workers == 1 or len(tasks) < 2:
-        worker = Worker(job)
+        worker = make()
         yield from map(worker.outcome, range(start, items))
         return
 
     # A fork would copy the locks of torch's threads; spawn would import torch once a worker.
     context = get_context("forkserver")
     context.set_forkserver_preload(["earlyfusion.data.prepare.write"])
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(job,))
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(make,))
     waiting: deque[tuple[range, Future[list[Outcome]]]] = deque()
     try:
         while tasks or waiting:

@@ -81,9 +81,6 @@ class Input:
     form: str = "auto"
     """The format that a preparation before this one was told to take."""
 
-    def __len__(self) -> int:
-        return self.count
-
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when the items do."""
         return f"{digest64(self.count, *self.identity):016x}"
@@ -432,7 +429,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
     for key, ends in groups.items():
         for end, path in ends.items():
             identity += [f"{key}.{end}", *_stamp(path)]
-    return Input(len(keys) + len(rows), origin, members, identity)
+    return Input(len(keys) + rows.count, origin, members, identity)
 
 
 def _shards(path: str) -> Input:
@@ -475,7 +472,7 @@ def open_input(path: str, options: InputOptions) -> Input:
         if any(file.name.endswith(TAR_ENDS) for file in files):
             return _shards(str(local))
         folder = _folder(local, options)
-        if len(folder):
+        if folder.count:
             return folder
         tables = [file for file in files if row_kind(file) == ".parquet"]
     elif local.is_file() or any(c in path for c in "*?[{"):

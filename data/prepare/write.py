@@ -19,6 +19,7 @@ import re
 import tarfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError, one_sample, told
-from earlyfusion.data.formats import CODE, MEDIA, TEXTS, Group, build, describe, ending
+from earlyfusion.data.formats import MEDIA, Group, build, describe
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.sample import Sample
@@ -57,18 +58,6 @@ QUESTIONS = ("question", "prompt", "instruction", "query", "answer", "response")
 # ---- one item
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything a worker needs; small and picklable."""
-
-    source: str
-    input: InputOptions
-    format: str = "auto"
-    tokenizer: str | None = None
-    vision: str = "moonvit_v2"
-    max_pixels: int = DecodeConfig().max_pixels
-
-
 @dataclass(slots=True)
 class Outcome:
     """One item: its members, or the reason why it is left out."""
@@ -84,8 +73,7 @@ class Outcome:
     reason: str = ""
     message: str = ""
     note: str = ""
-    """what a reader should know of an item that is taken: the form chosen where there are two, fields nobody
-    reads"""
+    """what a reader should know of an item that is taken: fields that nobody reads"""
 
     @property
     def content_bytes(self) -> int:
@@ -106,39 +94,26 @@ def open_tokenizer(path: str | None) -> Tokenizer:
     return Tokenizer.load(path) if path else embedded_tokenizer(4096)
 
 
-def note_of(group: Group, form: str, entry: dict[str, Any]) -> str:
-    """What of an item is not taken although it looks as if it were meant to be; "" where nothing is."""
-    # Two readings of one item: the reader should know which was taken.
-    source = group.first(CODE)
-    if source is not None and form == "caption":
-        return (
-            f"a picture with a caption and .{ending(source)}: the caption is taken (--format code takes the"
-            " source)"
-        )
-    if source is not None and form == "text" and group.first(TEXTS):
-        return (
-            f"a text with .{ending(source)} and no picture: the text alone is taken (draw the source as a"
-            " .png beside it)"
-        )
-    unread = [name for name in QUESTIONS if name in entry]
-    if unread and form in ("caption", "text", "video"):
-        return f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
-    return ""
-
-
 class Worker:
-    """Reads ranges of items. The same job gives the same outcomes in every process."""
+    """Reads ranges of items; made alike, it gives the same outcomes in every process."""
 
-    def __init__(self, job: Job) -> None:
-        self.input = open_input(job.source, job.input)
+    def __init__(
+        self,
+        source: str,
+        options: InputOptions,
+        *,
+        format: str,
+        tokenizer: str | None,
+        vision: str,
+        max_pixels: int,
+    ) -> None:
+        self.input = open_input(source, options)
         # A folder that was prepared before keeps the format it was given.
-        form = self.input.form
-        if job.format != "auto":
-            form = job.format
+        form = self.input.form if format == "auto" else format
         self.options = ShardsOptions.model_validate({"format": form})
-        self.tokenizer = open_tokenizer(job.tokenizer)
-        self.vision = VisionConfig.preset(job.vision)
-        self.decode = DecodeConfig(max_pixels=job.max_pixels)
+        self.tokenizer = open_tokenizer(tokenizer)
+        self.vision = VisionConfig.preset(vision)
+        self.decode = DecodeConfig(max_pixels=max_pixels)
 
     def outcome(self, number: int) -> Outcome:
         """Item `number`, read, decoded and encoded as training will."""
@@ -156,6 +131,12 @@ class Worker:
         except BadSample as error:
             return Outcome(number, origin, reason=error.reason, message=str(error))
 
+        # A question that nobody reads is told: it looks as if it were meant to be learned.
+        unread = [name for name in QUESTIONS if name in entry and form in ("caption", "text", "video")]
+        note = ""
+        if unread:
+            note = f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
+
         # Over extensions and bytes, whatever the members are called.
         digest = hashlib.sha256()
         for name, data in sorted(members.items()):
@@ -170,20 +151,20 @@ class Worker:
             tokens=len(document),
             patches=document.num_patches,
             media=len(group.all(MEDIA)),
-            note=note_of(group, form, entry),
+            note=note,
         )
 
 
 _WORKER: Worker | None = None
 
 
-def start_worker(job: Job) -> None:
+def start_worker(make: Callable[[], Worker]) -> None:
     """Initialiser of a worker process."""
     global _WORKER
     # One process a core: more threads would only wait for each other.
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _WORKER = Worker(job)
+    _WORKER = make()
 
 
 def _end_with_parent() -> None:

@@ -334,6 +334,7 @@ class Shards:
         # Bounded: a data set may have more shards than a process may have files.
         self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
+        self._paths: dict[int, Path] = {}
         self.headers = [self._header(shard) for shard in range(len(self.urls))]
         """What is known of every shard: samples, bytes, cut, refused, ..."""
         self.usable = [header["samples"] for header in self.headers]
@@ -346,8 +347,8 @@ class Shards:
         if self.manifest is not None and as_local(self.urls[shard]) is None:
             return {"cut": False, **self.manifest["shards"][shard]}
         # No more than a line is read: the index itself is opened when a sample of the shard is asked for.
-        header = self._header_beside(shard)
-        return read_header(self._cached_index(shard)) if header is None else header
+        self._paths[shard] = self._find_index(shard)
+        return read_header(self._paths[shard])
 
     def key(self, shard: int, position: int) -> str:
         """Key of one sample; raises BadSample for the missing end."""
@@ -388,27 +389,25 @@ class Shards:
         return LocalFile(plain_copy(self.urls[shard], self.cache))
 
     def _open_index(self, shard: int) -> ShardIndex:
-        """The index beside a local shard if it is whole and of this shard's size, else that of the cache."""
-        local = as_local(self.urls[shard])
-        if local is not None and self._header_beside(shard) is not None:
-            try:
-                return ShardIndex(local.with_name(index_name(local.name)))
-            except DataError as error:
-                LOG.warning("%s", error)
-        return ShardIndex(self._cached_index(shard))
-
-    def _header_beside(self, shard: int) -> dict[str, Any] | None:
-        """The first line of the index beside a local shard, if it is of this shard's size."""
-        local = as_local(self.urls[shard])
-        if local is None or not local.is_file():
-            return None
-        beside = local.with_name(index_name(local.name))
+        # The place found at opening: a shard that has changed since is told sample by sample.
         try:
-            header = read_header(beside) if beside.is_file() else None
+            return ShardIndex(self._paths.get(shard) or self._cached_index(shard))
         except DataError as error:
             LOG.warning("%s", error)
-            return None
-        return header if header and header["bytes"] == local.stat().st_size else None
+            return ShardIndex(self._cached_index(shard))
+
+    def _find_index(self, shard: int) -> Path:
+        """The index beside a local shard, if its first line is of this shard's size; else that of the
+        cache."""
+        local = as_local(self.urls[shard])
+        if local is not None and local.is_file():
+            beside = local.with_name(index_name(local.name))
+            try:
+                if beside.is_file() and read_header(beside)["bytes"] == local.stat().st_size:
+                    return beside
+            except DataError as error:
+                LOG.warning("%s", error)
+        return self._cached_index(shard)
 
     def _cached_index(self, shard: int) -> Path:
         """The index in the cache, made by a walk over the shard's headers where there is none."""

@@ -2,7 +2,6 @@
 
 # Imported for what they register alone.
 from earlyfusion.data.sources import (  # noqa: F401
-    chat_files,
     embedded,
     folder,
     problems,

@@ -193,8 +193,10 @@ _EXCLUDED = {
     "pydoc_data",
     "__pycache__",
     "lib2to3",
+    "encodings",
+    "turtledemo",
+    "ensurepip",
 }
-_EXCLUDED |= {"encodings", "turtledemo", "ensurepip"}
 
 
 class StdlibCodeOptions(Options):

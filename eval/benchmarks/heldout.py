@@ -96,7 +96,7 @@ class HeldoutTask(BaseTask):
 
     def questions(self, limit: int | None = None) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""
-        count = len(self.samples.given)
+        count = self.samples.given.count
         if count == 0 or (limit is not None and limit < 1):
             raise EvalError(f"heldout: {self.options.data} has no sample to ask (with this --limit)")
         # A fixed order in which any first part is spread over all of the data.

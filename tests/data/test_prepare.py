@@ -194,6 +194,10 @@ def test_a_finished_folder_is_left_alone_and_another_source_is_refused(tmp_path,
         DataError, match="another source or other options; take another folder or --overwrite"
     ):
         prepare(tmp_path, album)
+    (tmp_path / "out" / "notes").mkdir()
+    with pytest.raises(DataError, match=r"holds folders of its own \(notes\)"):
+        prepare(tmp_path, album, "out", "--overwrite")
+    (tmp_path / "out" / "notes").rmdir()
     assert prepare(tmp_path, album, "out", "--overwrite")["samples"] == 42
 
 

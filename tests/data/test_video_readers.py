@@ -94,14 +94,6 @@ def test_decord_and_pyav_agree_on_real_videos(name, mean):
         assert np.abs(frame.astype(int) - other).mean() <= mean
 
 
-def test_pillow_and_pyav_agree_on_a_gif():
-    data = write_clip(numbered(12), "gif", times=VARIABLE)
-    one, two = (open_clip(data, name, "gif", "clip", DecodeConfig()) for name in ("pillow", "pyav"))
-    for (frame, seconds), (other, when) in zip(one.read(range(12)), two.read(range(12)), strict=True):
-        assert seconds == pytest.approx(when, abs=0.01)  # GIF counts hundredths
-        assert np.array_equal(frame, other)
-
-
 def _numbers(clip, queue):
     queue.put([number_in(frame) for frame, _ in clip.read([0, 3, 5])])
 
