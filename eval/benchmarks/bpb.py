@@ -83,7 +83,7 @@ class BitsPerByte(BaseTask):
 
         # Whatever `prepare` reads, as long as every sample is text alone.
         samples = Samples(str(path))
-        for number in range(len(samples.given)):
+        for number in range(samples.given.count):
             try:
                 sample = samples.read(number)
             except DataError as error:  # a number that leaves documents out would be another measure
