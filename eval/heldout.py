@@ -32,8 +32,8 @@ from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.sample import Sample, Text
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.engine.engine import evaluating
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import evaluating
 
 GREY = 128
 """Level (0 to 255) of every pixel that a blind model sees."""

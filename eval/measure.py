@@ -41,10 +41,9 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import Measured, solved
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import Engine, engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for, evaluating
 from earlyfusion.vision.config import VisionConfig
 
 Pictures: TypeAlias = Literal["true", "grey", "swapped", "none"]

@@ -27,8 +27,8 @@ from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.engine.engine import evaluating, generate
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import evaluating, generate
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import unpatchify
 

@@ -30,9 +30,9 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import ProgramResult, Sandbox
+from earlyfusion.model.engine.engine import engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for, evaluating
 
 TOOL = "python"
 MAX_CALLS = 8

@@ -40,10 +40,8 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Past
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.kda import KimiDeltaAttention
-from earlyfusion.model.layers import Embedding, Linear, RMSNorm, SwiGLU, at_least_fp32
-from earlyfusion.model.mla import MultiHeadLatentAttention
-from earlyfusion.model.moe import MixtureOfExperts
+from earlyfusion.model.layers import Embedding, Linear, MixtureOfExperts, RMSNorm, SwiGLU, at_least_fp32
+from earlyfusion.model.mixers import KimiDeltaAttention, MultiHeadLatentAttention
 
 
 @dataclass(frozen=True)

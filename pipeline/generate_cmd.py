@@ -24,8 +24,8 @@ from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Sample, Segment, Text, question_text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Request, SamplingParams
-from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.options import SamplingOptions, verb

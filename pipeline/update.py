@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.moe import Router, moe_layers, update_router_biases
+from earlyfusion.model.layers import Router, moe_layers, update_router_biases
 from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.runtime import Runtime
 

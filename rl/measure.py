@@ -45,9 +45,9 @@ from earlyfusion.eval.measure import (
 from earlyfusion.eval.measured import Measured, load_measured, paired, summary, write_measured
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.engine.engine import engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for, evaluating
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate

@@ -90,7 +90,7 @@ def test_the_check_sees_a_forbidden_import(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     bad = tmp_path / "kernels" / "x.py"
     bad.parent.mkdir()
-    bad.write_text("from earlyfusion.model.kda import KimiDeltaAttention\nimport data\n")
+    bad.write_text("from earlyfusion.model.mixers import KimiDeltaAttention\nimport data\n")
     assert len(violations(bad)) == 3  # the module, the name in it, and the bare room
 
 

@@ -29,8 +29,7 @@ from transformers.utils import logging
 
 from earlyfusion.eval.models.tokens import Context, Ids, Piece, TokenModel, cut_at, weights_of
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, LogProb
-from earlyfusion.model.engine.requests import SamplingParams
-from earlyfusion.model.engine.sampler import Controls, Needs, choose, sequence_key
+from earlyfusion.model.engine.requests import Controls, Needs, SamplingParams, choose, sequence_key
 
 WIDTH, ROWS, KEYS = 16, 8, 512
 POSITIONS = 1024

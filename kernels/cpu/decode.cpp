@@ -9,7 +9,7 @@
 //
 // Memory: the sources of the residual stream (one, or with Attention Residuals one per block), the mix `h` that a sub-layer
 // reads with Attention Residuals, and a scratch arena. KDA states and taps lie by slot, MLA latents in pages.
-// Definitions: kernels/kda/naive.py, model/mla.py, model/moe.py, model/decoder.py; the norms' weights are multiplied into the
+// Definitions: kernels/kda/naive.py, model/mixers.py, model/layers.py, model/decoder.py; the norms' weights are multiplied into the
 // projections behind them, as model/engine/cpu.py explains.
 //
 // Legend: D hidden, H heads, K key and value head dim, C = H K, E experts, J chosen, F expert width, R latent rank.

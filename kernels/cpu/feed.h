@@ -1,4 +1,4 @@
-// Feed-forward: dense SwiGLU and mixture of experts. Definition: model/layers.py, model/moe.py. Legend: decode.cpp.
+// Feed-forward: dense SwiGLU and mixture of experts. Definition: model/layers.py. Legend: decode.cpp.
 #pragma once
 #include "rows.h"
 

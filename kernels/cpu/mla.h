@@ -1,4 +1,4 @@
-// Multi-head latent attention over pages of latents, absorbed. Definition: model/mla.py. Legend: decode.cpp.
+// Multi-head latent attention over pages of latents, absorbed. Definition: model/mixers.py. Legend: decode.cpp.
 #pragma once
 #include "rows.h"
 

@@ -2,7 +2,7 @@
 
 A structure holds addresses: whoever makes a `Program` keeps the tensors behind them alive (`Program.keep`).
 
-sample.cpp from Python. What is chosen and why: model/engine/sampler.py.
+sample.cpp from Python. What is chosen and why: model/engine/requests.py.
 
 Shapes: B rows of a batch, V vocabulary, N banned ids.
 
@@ -483,7 +483,7 @@ def sample(
     drawn: bool,
     logprobs: bool,
 ) -> Tensor:
-    """`sampler.choose` of fp32 logits, which are not changed: float64 [3, B].
+    """`requests.choose` of fp32 logits, which are not changed: float64 [3, B].
 
     keys, positions int64, the other controls fp32; without `drawn` every row is greedy and they are not
     looked at. banned: int64 ids [N] for all rows, or bool [B, V].

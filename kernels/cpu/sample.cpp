@@ -1,4 +1,4 @@
-// Choosing tokens, row by row, on a CPU: model/engine/sampler.py says what is chosen and why; here it is one or two passes
+// Choosing tokens, row by row, on a CPU: model/engine/requests.py says what is chosen and why; here it is one or two passes
 // over a row instead of some thirty over the batch. A row's bits depend on that row alone.
 #include "vector.h"
 #include <numeric>

@@ -33,10 +33,8 @@ from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.model.cache import KdaSlots, MlaPages, Pools, RingSlots
 from earlyfusion.model.decoder import Decoder, Mix
 from earlyfusion.model.engine.scheduler import Part
-from earlyfusion.model.kda import KimiDeltaAttention
-from earlyfusion.model.layers import RMSNorm, SwiGLU
-from earlyfusion.model.mla import MultiHeadLatentAttention
-from earlyfusion.model.moe import MixtureOfExperts, moe_layers
+from earlyfusion.model.layers import MixtureOfExperts, RMSNorm, SwiGLU, moe_layers
+from earlyfusion.model.mixers import KimiDeltaAttention, MultiHeadLatentAttention
 
 ABSORB_UP_TO = 1.5
 """Up-projections are multiplied in while the products get no more than this factor larger."""

@@ -32,10 +32,10 @@ from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CachePlan, KdaSlots, Past, Pools
 from earlyfusion.model.engine.cpu import CompiledDecoder, TokenRows, can_compile
-from earlyfusion.model.engine.sampler import Controls, Needs, choose
+from earlyfusion.model.engine.requests import Controls, Needs, choose
 from earlyfusion.model.engine.scheduler import STOPS, Part, Picture, RequestState, Sample
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.moe import moe_layers
+from earlyfusion.model.layers import moe_layers
 from earlyfusion.vision.patches import num_tokens
 
 TOGETHER = 65_536
@@ -129,7 +129,7 @@ class Runner:
 
     def decode(self, running: Sequence[Sample], steps: int = 1, recording: bool = False) -> Tensor:
         """Feed every sample's last token and choose the next: [steps, 3, len(running)], each as
-        `sampler.choose` returns it.
+        `requests.choose` returns it.
 
         steps: more than one only with graphs; rows of a sample that has ended are of no meaning. recording:
         something in the model listens (routing is captured), which a replayed graph would not run.
@@ -153,7 +153,7 @@ class Runner:
     def decode_step(
         self, slots_B: Tensor, length: int, needs: Needs, banned: Tensor, live: int | None = None
     ) -> Tensor:
-        """One token for the sequences in these slots, all on the device: [3, B], as `sampler.choose` returns
+        """One token for the sequences in these slots, all on the device: [3, B], as `requests.choose` returns
         it. length: key positions that are looked at. live: rows that are real; None: all."""
         x_BD = self.model.decoder.embed_tokens(self.last_S[slots_B])
         last_B, rows = self.length_S[slots_B], len(slots_B)

@@ -34,8 +34,8 @@ from earlyfusion.model.engine.requests import (
     Request,
     RequestError,
     Token,
+    sequence_key,
 )
-from earlyfusion.model.engine.sampler import sequence_key
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 

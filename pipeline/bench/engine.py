@@ -39,11 +39,9 @@ from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.cache import KdaSlots
-from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
-from earlyfusion.model.engine.sampler import Needs
+from earlyfusion.model.engine.engine import Engine, engine_for
+from earlyfusion.model.engine.requests import Needs, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import cast
 from earlyfusion.pipeline.bench.frame import (
     Result,

@@ -37,9 +37,9 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE

@@ -22,7 +22,7 @@ import torch
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
-from earlyfusion.model.moe import moe_layers
+from earlyfusion.model.layers import moe_layers
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.objectives.length import repeat_period
 from earlyfusion.rl.recipe import RLConfig

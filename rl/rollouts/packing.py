@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import Engine, Row, pack_prompts
 from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import Row, pack_prompts
-from earlyfusion.model.moe import replaying_routing
+from earlyfusion.model.layers import replaying_routing
 
 UNKNOWN = -1
 """Routing entry of a token that the engine never fed: the trainer chooses for itself."""

@@ -42,8 +42,8 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import SEED_STEP, Asked, ask, held_out, match_entropy
 from earlyfusion.eval.measured import by_problem, load_measured, write_measured
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.engine.engine import evaluating, pack_prompts
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import evaluating, pack_prompts
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.generate_cmd import device_of

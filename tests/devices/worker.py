@@ -108,7 +108,7 @@ def layers(folder):
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.cache import MlaPages, Past, Pools
     from earlyfusion.model.engine.runner import Part, prefill_plan
-    from earlyfusion.model.mla import MultiHeadLatentAttention
+    from earlyfusion.model.mixers import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text
 
     torch.manual_seed(0)

@@ -11,8 +11,8 @@ from earlyfusion.data.sample import Image, Text, question_text
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.models.engine import as_message
 from earlyfusion.eval.protocol import GenerateRequest
+from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Request, SamplingParams
-from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import save_model
 
 

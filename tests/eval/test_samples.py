@@ -9,7 +9,7 @@ from PIL import Image as PilImage
 from earlyfusion.data.loading.encode import assemble, encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.eval.samples import answer_samples, attnres_weights, save_samples
-from earlyfusion.model.generate import generate
+from earlyfusion.model.engine.engine import generate
 
 RED = PilImage.new("RGB", (24, 16), (220, 20, 20))
 

@@ -6,7 +6,7 @@ from cases import refused
 
 from earlyfusion.kernels.cpu import program as build
 from earlyfusion.kernels.cpu.program import sample
-from earlyfusion.model.engine.sampler import Controls, Needs, choose
+from earlyfusion.model.engine.requests import Controls, Needs, choose
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 # Fp32 log-probabilities of some thousand tokens.

@@ -11,10 +11,9 @@ from PIL import Image as PilImage
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import Engine, Row
 from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import Row
 
 # widths are multiples of 4: what the engine's bit-exactness on a CPU asks of a model
 LINEAR = dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)

@@ -21,10 +21,9 @@ from engine_cases import (
 )
 from fusion_cases import tiny_tokenizer
 
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import Engine, generate
 from earlyfusion.model.engine.requests import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
 from earlyfusion.model.engine.scheduler import TextStream
-from earlyfusion.model.generate import generate
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from engine_cases import (
 )
 
 from earlyfusion.model.engine import runner
-from earlyfusion.model.engine.requests import Request
-from earlyfusion.model.engine.sampler import sequence_key
+from earlyfusion.model.engine.requests import Request, sequence_key
 
 TOLERANCE = 1e-4  # fp32 against fp64, absolute: up to 170 positions through a few layers
 ODD = dict(num_heads=3, head_dim=20, short_conv_kernel_size=3)

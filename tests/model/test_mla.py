@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.mla import MultiHeadLatentAttention
+from earlyfusion.model.mixers import MultiHeadLatentAttention
 from tests.model.tiny import tiny_text
 
 

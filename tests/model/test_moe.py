@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from earlyfusion.model.moe import (
+from earlyfusion.model.layers import (
     MixtureOfExperts,
     moe_layers,
     update_router_biases,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from earlyfusion.model.engine.sampler import Controls, Needs, choose, gumbel, sequence_key
+from earlyfusion.model.engine.requests import Controls, Needs, choose, gumbel, sequence_key
 
 pytestmark = pytest.mark.usefixtures("way")
 NOTHING = torch.zeros(0, dtype=torch.long)

@@ -13,7 +13,7 @@ from tiny_mla import TinyMLA, TinyModel, fill_gradients
 from tiny_run import tiny_text
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.mla import MultiHeadLatentAttention
+from earlyfusion.model.mixers import MultiHeadLatentAttention
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.muonclip import MuonClip

@@ -17,7 +17,7 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.generate import generate
+from earlyfusion.model.engine.engine import generate
 from earlyfusion.model.hub.folder import load_model
 
 openai = pytest.importorskip("openai")

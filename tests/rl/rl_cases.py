@@ -13,8 +13,8 @@ from torch import Tensor
 
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.model.engine.engine import Row, pack_prompts
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.rl import train

@@ -20,9 +20,8 @@ from earlyfusion.data.tasks.problem import Task
 from earlyfusion.eval import measure as m
 from earlyfusion.eval import measured as numbers
 from earlyfusion.eval.measured import load_measured, paired, write_measured
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import Engine, evaluating, pack_prompts
 from earlyfusion.model.engine.requests import Request, SamplingParams
-from earlyfusion.model.generate import evaluating, pack_prompts
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
 from earlyfusion.rl.entries import entry_of

@@ -8,7 +8,7 @@ from rl_cases import flat, mismatch, trained_logprobs
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
-from earlyfusion.model.moe import moe_layers, recording_routing
+from earlyfusion.model.layers import moe_layers, recording_routing
 from earlyfusion.rl.rollouts.packing import Trajectory, pack, rollout
 
 KL_BAR = 1e-4  # nats per token, fp32

@@ -10,8 +10,8 @@ from scipy.special import stdtrit
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import ScoreRequest
-from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt

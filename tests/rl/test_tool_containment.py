@@ -31,7 +31,7 @@ from earlyfusion.eval.measured import summary
 from earlyfusion.eval.sandbox import host as sandbox
 from earlyfusion.eval.sandbox import walls
 from earlyfusion.eval.sandbox.host import SandboxError
-from earlyfusion.model import generate
+from earlyfusion.model.engine import engine as serving
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.track import read_metrics
@@ -185,7 +185,7 @@ def held_engine(monkeypatch):
             self.allowed[request.id] = Among(choices, self.rules.config.text.vocab_size)
             return super().submit(request, after)
 
-    monkeypatch.setattr(generate, "Engine", Held)
+    monkeypatch.setattr(serving, "Engine", Held)
 
 
 def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_without(folder, held_engine):

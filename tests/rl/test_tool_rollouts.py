@@ -26,7 +26,7 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.synth.panels import render_text
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.generate import Row
+from earlyfusion.model.engine.engine import Row
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.learn import Sums
 from earlyfusion.rl.objectives.losses import policy_loss
