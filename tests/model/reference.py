@@ -18,6 +18,15 @@ from transformers.models.kimi_linear import modeling_kimi_linear as hf
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 
+SAME = set(
+    (
+        "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
+        "num_attention_heads num_shared_experts routed_scaling_factor kv_lora_rank q_lora_rank "
+        "qk_rope_head_dim qk_nope_head_dim v_head_dim num_experts_per_token num_experts moe_renormalize "
+        "rms_norm_eps bos_token_id eos_token_id pad_token_id "
+    ).split()
+)
+"""Fields that transformers calls as we do."""
 _KERNELIZED = (
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
@@ -37,33 +46,14 @@ def reference_model(config: ModelConfig) -> Any:
     linear = config.linear_attn_config
     layer_types = ["linear_attention" if kind == "kda" else "full_attention" for kind in config.plan()]
     shape = KimiLinearConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        moe_intermediate_size=config.moe_intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
+        **config.model_dump(include=SAME),
         num_key_value_heads=config.num_attention_heads,
-        num_shared_experts=config.num_shared_experts,
-        routed_scaling_factor=config.routed_scaling_factor,
-        kv_lora_rank=config.kv_lora_rank,
-        q_lora_rank=config.q_lora_rank,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        v_head_dim=config.v_head_dim,
-        num_experts_per_token=config.num_experts_per_token,
-        num_experts=config.num_experts,
-        moe_renormalize=config.moe_renormalize,
-        rms_norm_eps=config.rms_norm_eps,
         layer_types=layer_types,
         mlp_layer_types=["sparse" if config.is_moe(i) else "dense" for i in range(config.num_hidden_layers)],
         linear_head_dim=linear.head_dim,
         linear_num_heads=linear.num_heads,
         linear_conv_kernel_dim=linear.short_conv_kernel_size,
         tie_word_embeddings=False,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
         attn_implementation="eager",
     )
     return KimiLinearForCausalLM(shape)

@@ -25,37 +25,24 @@ def case(seed):
     return model, batch, model.logits(model.hidden(batch))
 
 
-def gradients_of(model, scalar):
-    scalar.backward()
-    return gradients(model)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_loss_is_the_weighted_sum_over_labelled_tokens(seed):
-    model, batch, logits = case(seed)
-    counted = (batch.labels >= 0) & (batch.loss_weights != 0)
-    nll = torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted], reduction="none")
-    expected = (batch.loss_weights.double()[counted] * nll).sum()
-    want = gradients_of(model, expected)
-    out = model(batch)
-    torch.testing.assert_close(out.loss_sum, expected, **EXACT)
-    torch.testing.assert_close(out.nll_T[counted], nll, **EXACT)
-    got = gradients_of(model, out.loss_sum)
-    close(got, want, 1e-9, 1e-8)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperature):
+def test_loss_log_probs_and_entropy_are_those_of_the_logits(seed, temperature):
+    """The loss weighted, at temperature 1; one upstream gradient through all of them."""
     model, batch, logits = case(seed)
     labelled = batch.labels >= 0
-    logp = torch.log_softmax(logits[labelled] / temperature, -1)
-    picked = logp.gather(1, batch.labels[labelled][:, None])[:, 0]
+    given, labels, weights = logits[labelled], batch.labels[labelled], batch.loss_weights.double()[labelled]
+    nll = torch.nn.functional.cross_entropy(given, labels, reduction="none")
+    logp = torch.log_softmax(given / temperature, -1)
+    picked = logp.gather(1, labels[:, None])[:, 0]
     upstream = torch.randn(picked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    want = gradients_of(model, (upstream * picked).sum())
-    got_T, entropy_T = model.token_log_probs(batch, temperature)
+    ((upstream * picked).sum() + (weights * nll).sum()).backward()
+    want = gradients(model)
+    out, (got_T, entropy_T) = model(batch), model.token_log_probs(batch, temperature)
+    torch.testing.assert_close(out.loss_sum, (weights * nll).sum(), **EXACT)
+    torch.testing.assert_close(out.nll_T[labelled], nll * (weights != 0), **EXACT)
     torch.testing.assert_close(got_T[labelled], picked, **EXACT)
     torch.testing.assert_close(entropy_T[labelled], -(logp.exp() * logp).sum(-1), **EXACT)
     assert not got_T[~labelled].any() and not entropy_T[~labelled].any() and not entropy_T.requires_grad
-    got = gradients_of(model, (upstream * got_T[labelled]).sum())
-    close(got, want, 1e-9, 1e-8)
+    ((upstream * got_T[labelled]).sum() + out.loss_sum).backward()
+    close(gradients(model), want, 1e-9, 1e-8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from earlyfusion.model.layers import (
     MixtureOfExperts,
@@ -19,41 +18,13 @@ def layer(seed: int = 0, **overrides) -> MixtureOfExperts:
     return MixtureOfExperts(tiny_text(**overrides))
 
 
-def by_hand(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
-    """The layer from its equations, token by token."""
-    width = moe.experts.down_proj.shape[-1]
-    out = []
-    for token in x:
-        score = torch.sigmoid(moe.gate.weight @ token)
-        chosen = torch.argsort(score + moe.gate.e_score_correction_bias, descending=True)[: moe.gate.top_k]
-        weight = score[chosen] * moe.gate.scaling
-        if moe.gate.top_k > 1:
-            weight = weight / score[chosen].sum()
-        y = moe.shared_experts(token)
-        for e, w in zip(chosen, weight):
-            gate, up = (moe.experts.gate_up_proj[e] @ token).split(width)
-            y = y + w * (moe.experts.down_proj[e] @ (F.silu(gate) * up))
-        out.append(y)
-    return torch.stack(out)
-
-
-@pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_layer_equals_its_equations_with_gradients(seed, choices):
-    moe = layer(seed, num_experts_per_token=choices).double()
-    moe.gate.e_score_correction_bias.normal_(0, 0.3)
-    x = torch.randn(13, 24, dtype=torch.float64, requires_grad=True)
-    target = torch.randn(13, 24, dtype=torch.float64)
-    (moe(x) * target).sum().backward()
-    got = [x.grad.clone(), *(p.grad.clone() for p in moe.parameters())]
-    assert moe.gate.weight.grad.abs().max() > 1e-3  # a single expert's weight is its score: the router learns
-    x.grad = None
-    moe.zero_grad()
-    expected = by_hand(moe, x)
-    torch.testing.assert_close(moe(x), expected, atol=1e-10, rtol=0)
-    (expected * target).sum().backward()
-    for a, b in zip(got, [x.grad, *(p.grad for p in moe.parameters())]):
-        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+def test_the_weight_of_a_single_expert_is_its_score_so_that_the_router_learns():
+    """Several are renormalised, as transformers does (test_hf_parity.py): one would always weigh 1."""
+    moe = layer(num_experts_per_token=1)
+    ids, weights, scores = moe.gate(torch.randn(13, 24))
+    torch.testing.assert_close(weights, scores.gather(1, ids) * moe.gate.scaling)
+    weights.sum().backward()
+    assert moe.gate.weight.grad.abs().max() > 1e-3
 
 
 def test_router_is_fp32_under_autocast_and_its_bias_survives_a_cast():

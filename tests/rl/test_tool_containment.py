@@ -174,7 +174,7 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
 def held_engine(monkeypatch):
     """Measures with an engine that calls a program, then answers 2."""
 
-    class Held(generate.Engine):
+    class Held(serving.Engine):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.allowed = hold(self)
