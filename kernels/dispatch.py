@@ -1,14 +1,16 @@
 """One table of operations and their implementations, and the rule that picks one.
 
-Every operation has up to three backends with the same signature:
+Every operation has up to four backends with the same signature:
 
 * ``naive``: the definition, written to be read; the oracle of every test.
 * ``torch``: plain torch with a custom backward; quick on a CPU, correct on any device.
+* ``cpu``: for inference on a CPU in full precision, no gradient. Few operations, and a token's bits do not
+  depend on the tokens beside it.
 * ``triton``: for a GPU. Where none exists the table has no entry, never a stub.
 
-``resolve(op, x)`` picks by the tensor x that the operation works on: on CUDA ``triton``, else ``torch``,
-else ``naive``; the first that the operation has (given a float64 tensor, ``triton`` is left out). The
-environment variable
+``resolve(op, x)`` picks by the tensor x that the operation works on: on CUDA ``triton``, on a CPU ``cpu``
+where nobody asks for a gradient, else ``torch``, else ``naive``; the first that the operation has. (Given a
+device alone, ``cpu`` is left out; given a float64 tensor, ``triton`` is.) The environment variable
 ``EF_KERNELS`` caps that choice: the named backend is used where it exists and the next simpler one where it
 does not. The engine's C++ (kernels/cpu) is a whole decoder, not an operation; ``torch`` and ``naive`` turn it
 off, too. Implementations are imported when first asked for, so that a CPU machine never imports triton.
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 
-BACKENDS = ("naive", "torch", "triton")  # from the simplest to the most special
+BACKENDS = ("naive", "torch", "cpu", "triton")  # from the simplest to the most special
 ENVIRONMENT = "EF_KERNELS"
 
 
@@ -53,22 +55,24 @@ def register(op: str, backend: str, path: str) -> None:
 
 
 _OURS = """
-kda kda.naive kda.chunk kda.triton.kda
-kda_step kda.naive kda.decode -
-short_conv kda.naive kda.conv kda.triton.conv
-attention attention.naive attention.varlen attention.triton.flash
-attention_append attention.naive - attention.triton.flash
-qkv_rope attention.naive attention.varlen attention.triton.rope
-mla_decode attention.naive attention.tiles attention.triton.flash
-max_logit attention.naive attention.varlen attention.triton.flash
-attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 attnres.triton_two_phase:phase1
-attnres_step attnres.naive:step attnres.two_phase:step attnres.triton_two_phase:step
-attnres_block attnres.naive:block attnres.two_phase:block attnres.triton_two_phase:block
-moe_experts moe.naive moe.grouped moe.triton_experts
-linear_cross_entropy loss.naive loss.chunked_ce loss.triton_rows
-token_log_probs loss.naive loss.chunked_ce loss.triton_rows
-newton_schulz muon.naive muon.newton_schulz muon.triton_symmetric
-rms_norm products products:rms_norm_closed products:rms_norm_on_gpu
+kda kda.naive kda.chunk - kda.triton.kda
+kda_step kda.naive kda.decode - -
+short_conv kda.naive kda.conv - kda.triton.conv
+attention attention.naive attention.varlen - attention.triton.flash
+attention_append attention.naive - - attention.triton.flash
+qkv_rope attention.naive attention.varlen - attention.triton.rope
+mla_decode attention.naive attention.tiles - attention.triton.flash
+max_logit attention.naive attention.varlen - attention.triton.flash
+attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 \
+    attnres.two_phase:phase1_alone attnres.triton_two_phase:phase1
+attnres_step attnres.naive:step attnres.two_phase:step - attnres.triton_two_phase:step
+attnres_block attnres.naive:block attnres.two_phase:block \
+    attnres.two_phase:block_alone attnres.triton_two_phase:block
+moe_experts moe.naive moe.grouped moe.grouped:moe_experts_alone moe.triton_experts
+linear_cross_entropy loss.naive loss.chunked_ce - loss.triton_rows
+token_log_probs loss.naive loss.chunked_ce - loss.triton_rows
+newton_schulz muon.naive muon.newton_schulz - muon.triton_symmetric
+rms_norm products products:rms_norm_closed products products:rms_norm_on_gpu
 """
 """A line per operation: module:function of each of BACKENDS in turn, or -. A module alone: its function
 of that name."""
@@ -100,6 +104,14 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _answers_alone(like: Tensor | torch.device | str) -> bool:
+    """Whether this is inference on a CPU in full precision."""
+    # A device alone does not say whether anyone wants a gradient.
+    if not isinstance(like, Tensor) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    return like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
+
+
 def pick(op: str, like: Tensor | torch.device | str) -> str:
     """Name of the backend ``resolve`` uses for ``op``.
 
@@ -111,13 +123,14 @@ def pick(op: str, like: Tensor | torch.device | str) -> str:
     most = requested_backend()
     if most == "auto":
         device = like.device if isinstance(like, Tensor) else torch.device(like)
-        most = "triton" if device.type == "cuda" else "torch"
+        most = "triton" if device.type == "cuda" else "cpu"
 
     # float64 is there for checking, in plain torch: no kernel is written for it.
     wide = isinstance(like, Tensor) and like.dtype == torch.float64
+    usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton() and not wide}
     # From the most special that is allowed down to the law.
     for backend in reversed(BACKENDS[: BACKENDS.index(most) + 1]):
-        if backend in REGISTRY[op] and (backend != "triton" or (_has_triton() and not wide)):
+        if backend in REGISTRY[op] and usable[backend]:
             return backend
     raise BackendError(
         f"operation {op!r} has no backend at or below {most!r}; it has {', '.join(REGISTRY[op])}"

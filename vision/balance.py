@@ -19,6 +19,7 @@ Legend: W ranks, n patches of one picture, P patches, M merged vision tokens, D 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,7 +167,8 @@ def exchange(
     home = [r for r, row in enumerate(grids) for _ in row]
     items = [grid for row in grids for grid in row]
     costs, sizes = [cost.of([grid]) for grid in items], [num_patches(grid) for grid in items]
-    chosen = assign(costs, ranks, sizes, limit)
+    # Which rank takes which share is free: the one that has most of it already sends least.
+    chosen = _near_home(assign(costs, ranks, sizes, limit), home, sizes, ranks)
     # A plan that does not fit memory, or helps nobody, is worse than none: pictures stay.
     too_much = max(loads(sizes, chosen, ranks)) > limit
     if too_much or max(loads(costs, chosen, ranks)) >= max(loads(costs, home, ranks)):
@@ -179,6 +181,26 @@ def exchange(
         merge=merge,
         work=tuple(loads(costs, chosen, ranks)),
     )
+
+
+def _near_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
+    """The same shares under other rank numbers: which rank takes a share does not matter to the loads, but a
+    share lies partly on one rank or another already. Shares go, in the order of the patches saved, to the
+    rank that saves most."""
+    # Patches of each share that lie on each rank already.
+    stays: Counter[tuple[int, int]] = Counter()
+    for share, rank, size in zip(chosen, home, sizes):
+        stays[share, rank] += size
+    place: dict[int, int] = {}
+    # A dictionary keeps the ranks' order, which a set would not promise.
+    free = dict.fromkeys(range(ranks))
+    for share, rank in sorted(stays, key=lambda pair: (-stays[pair], pair)):
+        if share not in place and rank in free:
+            place[share] = rank
+            del free[rank]
+    for share in set(chosen) - set(place):
+        place[share] = free.popitem()[0]
+    return [place[share] for share in chosen]
 
 
 @dataclass(frozen=True)

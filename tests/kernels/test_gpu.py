@@ -98,6 +98,11 @@ def test_changing_the_future_leaves_the_past_bit_identical():
     assert torch.equal(before[:170], after[:170]) and not torch.equal(before[170:], after[170:])
 
 
+def test_short_convolution():
+    leaves = randn(T, 256), randn(256, 4, seed=1, dtype=FP32)
+    compare("short_conv", lambda op, *x: op(*x, Segments(LENGTHS))[0], leaves)
+
+
 @SEEDS
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "dispatched"])
 @pytest.mark.parametrize(
@@ -130,6 +135,13 @@ def test_new_tokens_after_earlier_keys_with_logits_of_twenty():
     assert distance(got, want[ends.to(device())]) < BF16
 
 
+@pytest.mark.parametrize("H,D", [(16, 72), (12, 128)])
+def test_rope(H, D):
+    angles = torch.rand(777, D // 2, device=device()) * 6
+    turns = torch.polar(torch.ones_like(angles), angles)
+    compare("qkv_rope", lambda op, x: op(x, turns), [randn(777, 3, H, D)])
+
+
 def test_decode_inside_a_cuda_graph():
     B, H, R, rank, page, most = 5, 32, 576, 512, 64, 40
     query, pages = randn(B, H, R), randn(B * most, page, R, seed=1)
@@ -156,6 +168,15 @@ def test_attnres_phase1(n, S, T, D, seed):
     qw = randn(S, D, seed=99, dtype=FP32) / D**0.5
     run = lambda op, q, *v: map(torch.stack, op(v, q, 1e-5)[:2])
     compare("attnres_phase1", run, [qw, *sources])
+
+
+@SEEDS
+@pytest.mark.parametrize("T,D", [(1, 2304), (1000, 2304), (77, 2560), (33, 7168)])
+def test_attnres_step(T, D, seed):
+    rows = [randn(T, D, seed=seed + i) for i in range(3)]
+    vectors = randn(D, seed=4, dtype=FP32) / D**0.5, 1 + 0.1 * randn(D, seed=5, dtype=FP32)
+    leaves = [rows[0], randn(T, seed=1, dtype=FP32), *rows[1:], *vectors]
+    compare("attnres_step", lambda op, *x: op(*x, 1e-5, 1e-5), leaves)
 
 
 @SEEDS
@@ -192,6 +213,11 @@ def test_the_loss_and_its_memory():
     full = 2000 * 50_000 * 4
     # Logits in full would take twice this.
     assert torch.cuda.max_memory_allocated() - before < full
+
+
+def test_log_probabilities():
+    leaves, labels, _ = loss_case(500, 256, 20_000)
+    compare("token_log_probs", lambda op, *x: op(*x, labels, temperature=0.7)[0], leaves)
 
 
 def test_a_label_outside_the_vocabulary_gives_nan_not_a_fault():
