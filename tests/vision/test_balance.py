@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from earlyfusion.vision.balance import VisionCost, exchange, plan_step
+from earlyfusion.vision.balance import VisionCost, assign, exchange, loads, plan_step
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import num_patches
 
@@ -60,3 +60,18 @@ def test_the_limit_of_patches_bites_where_small_pictures_weigh_little():
         plan = exchange(grids, COST, max_patches=limit)
         most = max(sum(num_patches(grids[r][i]) for r, i in plan.held(owner)) for owner in range(2))
         assert most > room if limit is None else most <= room
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shares_go_where_most_of_them_lies_already(seed):
+    """The loads are those of LPT, and with two ranks at least half of the patches stay where they were
+    read."""
+    rng = random.Random(seed)
+    grids = random_grids(rng, 2, most=20)
+    plan = exchange(grids, COST)
+    items = [(r, grid) for r, row in enumerate(grids) for grid in row]
+    costs = [COST.of([grid]) for _, grid in items]
+    lpt = loads(costs, assign(costs, 2), 2)
+    assert max(plan.work) == pytest.approx(min(max(lpt), max(COST.of(row) for row in grids)))
+    moved = plan.patches[0][1] + plan.patches[1][0]
+    assert 2 * moved <= sum(map(sum, plan.patches))
