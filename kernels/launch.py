@@ -24,7 +24,7 @@ class Hardware:
     multiprocessors: int
 
 
-# Off the GPU only the interpreter runs: three, so that tests see several programs. kernels/aot.py puts the
+# Off the GPU only the interpreter runs: three, so that tests see several programs. tests/kernels/aot.py puts the
 # device here that it compiles for.
 OFF_GPU = Hardware(arch=90, multiprocessors=3)
 

@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+HOME = Path(__file__).parent
 OPERATIONS = ["kda", "short_conv", "kda_decode", "attention", "qkv_rope", "mla_decode"]
 OPERATIONS += ["attnres", "moe_experts", "loss", "newton_schulz"]
 KDA_PRODUCTS = ("prep", "chunk_gradients", "forward_scan", "dual_scan", "transition", "combine")
@@ -24,7 +26,7 @@ def python(*arguments):
 def table(tmp_path, *options):
     """Rows of the printed table."""
     out = tmp_path / "rows.json"
-    done = python("-m", "earlyfusion.kernels.aot", *options, "--json", str(out))
+    done = python(HOME / "aot.py", *options, "--json", str(out))
     assert out.exists(), done.stderr[-2000:]
     rows = json.loads(out.read_text())
     bad = [(row["name"], row["arch"], row["spills"], row["shared_bytes"]) for row in rows if not row["fits"]]
@@ -35,7 +37,9 @@ def table(tmp_path, *options):
 
 def printed(code):
     """What lines of code print that have `compile_operation`."""
-    done = python("-c", "from earlyfusion.kernels.aot import compile_operation\n" + code)
+    done = python(
+        "-c", f"import sys; sys.path.append({str(HOME)!r})\nfrom aot import compile_operation\n" + code
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 

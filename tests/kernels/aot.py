@@ -5,7 +5,7 @@ compiles its kernel for the architecture asked for and runs nothing. So what is 
 launch: their tiles, their constants, and what Triton itself makes of the arguments (pointers and strides that
 are multiples of 16, integers that are 1).
 
-    python -m earlyfusion.kernels.aot [OPERATION ...] [--arch 90 80] [--only PART] [--json FILE]
+    python tests/kernels/aot.py [OPERATION ...] [--arch 90 80] [--only PART] [--json FILE]
 
 prints a table: registers per thread, spilled bytes, shared memory of a block. It exits with 1 if a kernel
 spills or asks for more shared memory than a block may have. Triton's interpreter (``TRITON_INTERPRET``) must
@@ -259,7 +259,7 @@ def compile_operation(
 
 def main() -> int:
     """Compile and print the table. 0: all fit, 1: one spills or is too large."""
-    parser = argparse.ArgumentParser(prog="earlyfusion.kernels.aot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="aot.py", description=__doc__)
     add = parser.add_argument
     add("operations", nargs="*", help="such as kda (default: all)")
     add("--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)")
