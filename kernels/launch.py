@@ -24,8 +24,8 @@ class Hardware:
     multiprocessors: int
 
 
-# Off the GPU only the interpreter runs: three, so that tests see several programs. tests/kernels/aot.py puts the
-# device here that it compiles for.
+# Off the GPU only the interpreter runs: three, so that tests see several programs. tests/kernels/aot.py puts
+# the device here that it compiles for.
 OFF_GPU = Hardware(arch=90, multiprocessors=3)
 
 
