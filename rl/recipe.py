@@ -10,7 +10,7 @@ list: one entry for each task, level of difficulty and form of the prompt.
     weight = 2.0
     form = "picture"
 
-Entries of a recipe by the label they have in tables and files.
+`entry_of` finds an entry by the label it has in tables and files.
 """
 
 from __future__ import annotations

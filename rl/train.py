@@ -23,8 +23,7 @@ and answers.
 The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/
 and report.html.
 
-From a recipe to the parts of a run that only reinforcement learning has: the engine that answers, and the
-curated documents beside it.
+The engine that answers and the curated documents beside it, which no other stage has, are built here too.
 """
 
 from __future__ import annotations
