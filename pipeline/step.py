@@ -16,8 +16,8 @@ dtype of the run.
 
 `PictureExchange` says who encodes which picture: the ranks' grids, one plan, and a route for every
 micro-batch. Training steps only: evaluation calls the model without a route, so that one rank may
-evaluate while others wait. `parallel.exchange_pictures` turns it on; the plan decides, on all ranks alike, whether a
-step is worth it.
+evaluate while others wait. `parallel.exchange_pictures` turns it on; the plan decides, on all
+ranks alike, whether a step is worth it.
 """
 
 from __future__ import annotations
