@@ -44,8 +44,9 @@ Legend: T packed tokens, N responses, G groups (prompts).
 Tokens that another policy made get weights for the engine's gap to the trainer, and masks where they are
 stale. With mu the policy that sampled (the engine), pi_old the trainer's policy at the start of the
 iteration and pi the one being trained, pi / mu = (pi_old / mu) * (pi / pi_old): the engine's gap
-times the staleness. An objective either takes mu for pi_old (K2.5 does, and then there is nothing to weigh), or is corrected by a
-weight from pi_old / mu. The weight is a constant for the gradient; otherwise the estimator would
+times the staleness. An objective either takes mu for pi_old (K2.5 does, and then there is nothing to
+weigh), or is corrected by a weight from pi_old / mu. The weight is a constant for the gradient; otherwise
+the estimator would
 differentiate its own correction.
 """
 
