@@ -9,8 +9,9 @@ One step, and where to read on:
 
     stage_data.py        packed micro-batches of this rank: documents of all sources, pictures in their places
     step.py              model/fusion.py on each: tower, projector, decoder -> weighted mean loss -> gradients
+                         (also who encodes which picture, and how fast it goes)
     update.py            clip, guard, MuonClip (or AdamW) with QK-Clip, router biases; or forget the step
-    meter.py, track.py   speed and losses, to the terminal and metrics.jsonl
+    track.py             the numbers, to the terminal and metrics.jsonl
 
 Everything that a resume needs lies in the checkpoint: weights, optimizer, data cursors, random states,
 meters, guard. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75; `--resume` goes on bit for
@@ -34,18 +35,14 @@ from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
-from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.launch import launch
-from earlyfusion.pipeline.meter import Meter
-from earlyfusion.pipeline.parallel import replicate
-from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.plan import banner
-from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, replicate, seed_everything
 from earlyfusion.pipeline.schedule import StageTable, due
 from earlyfusion.pipeline.stage_data import StageLoaders
-from earlyfusion.pipeline.step import LossMeter, forward_backward
+from earlyfusion.pipeline.step import LossMeter, Meter, PictureExchange, forward_backward
 from earlyfusion.pipeline.track import Tracker
-from earlyfusion.pipeline.update import Update, check_frozen, expert_metrics, update
+from earlyfusion.pipeline.update import Guard, Update, Verdict, check_frozen, expert_metrics, update
 
 
 class Pretraining:

@@ -3,6 +3,19 @@
 `Runtime` wraps accelerate's Accelerator: alone, under `accelerate launch`, or under torchrun with gloo or
 nccl. The data loader never goes through `prepare()` (accelerate would let rank 0 read everything and
 broadcast it). Reductions are sums and maxima of small float64 tensors; with one process they cost nothing.
+
+How a model is spread over ranks and how their gradients meet: the one place that knows.
+
+Today every rank holds the whole model. Two ways bring the gradients together:
+
+    replicate            DDP: every rank runs the same number of micro-batches, and the exchange of one bucket
+                         overlaps with the backward pass of the next (pretraining, fine-tuning)
+    exchange_gradients   once, after the backward passes: a rank may run any number of rows, none too, and a
+                         parameter that no rank has a gradient for keeps none (RL, DPO). DDP has neither: its
+                         reducer waits for every rank's forward pass and makes zeros of missing gradients, and
+                         a step on zeros goes along the optimizer's old momentum.
+
+Sharded parameters would replace both here; nothing else knows about ranks' gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +27,8 @@ import random
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +40,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from torch import nn
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
@@ -35,6 +50,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OTHER_TRAINERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 """What `accelerate launch` announces as ACCELERATE_USE_<name>=true."""
+LEAVE_S = timedelta(seconds=20)
+"""Most that a process waits at its end for the others, one of which may have failed."""
 COUNTS_OF_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -230,6 +247,12 @@ class Runtime:
         self.world: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self.stop = StopFlag()
+        self.groups: list[dist.ProcessGroup] = []
+
+    def new_group(self, backend: str | None = None) -> dist.ProcessGroup:
+        """A group of all processes beside the default one, closed with the runtime. Every rank calls it."""
+        self.groups.append(dist.new_group(backend=backend))
+        return self.groups[-1]
 
     @property
     def is_main(self) -> bool:
@@ -280,6 +303,52 @@ class Runtime:
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Leave the process group and give the signal handlers back."""
+        """Leave the process groups and give the signal handlers back."""
         self.stop.restore()
+        if self.world > 1 and dist.is_initialized():
+            # A rank that has left its last collective may tear its connections down while another is still
+            # inside, which then waits for ever. So nobody closes anything before all have come here. They
+            # meet in the store and not in a collective: a rank that failed alone must not hang the others.
+            self._meet("ended", range(self.world))
+            # Groups of their own before the default one, in the same order on every rank.
+            while self.groups:
+                dist.destroy_process_group(self.groups.pop())
+            # Rank 0 serves the store that the others still talk to: it is the last one out.
+            self._meet("left", range(1, self.world) if self.is_main else ())
         self.accelerator.end_training()
+
+    def _meet(self, place: str, ranks: Sequence[int]) -> None:
+        """Say in the store that this rank is there, and wait until `ranks` have said so, or LEAVE_S."""
+        # torch has no public name for the store that its default group was made with.
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):
+            store.set(f"earlyfusion/{place}/{self.rank}", "1")
+            store.wait([f"earlyfusion/{place}/{rank}" for rank in ranks], LEAVE_S)
+
+
+def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
+    """The model on its device, with autocast and (several processes) DDP around it."""
+    return runtime.accelerator.prepare_model(model)
+
+
+def gradient_sync(model: nn.Module, runtime: Runtime, last: bool) -> AbstractContextManager[None]:
+    """Around a micro-batch of a replicated model: gradients are exchanged in the last one of a step only."""
+    return nullcontext() if last else runtime.accelerator.no_sync(model)
+
+
+def exchange_gradients(model: nn.Module, runtime: Runtime) -> None:
+    """Sum the gradients over ranks, for losses that were divided by the totals of all ranks."""
+    if runtime.world == 1:
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # All ranks send the same shapes; who has no gradient sends zeros and says so.
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    known_P = grads[0].new_tensor([float(p.grad is not None) for p in trained])
+
+    # One message: two hundred small ones cost more than the sum.
+    flat = torch.cat([*(grad.reshape(-1) for grad in grads), known_P])
+    torch.distributed.all_reduce(flat)
+
+    *sums, known_P = flat.split([*(grad.numel() for grad in grads), len(trained)])
+    for parameter, grad, known in zip(trained, sums, known_P.tolist()):
+        parameter.grad = grad.view_as(parameter) if known else None

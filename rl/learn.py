@@ -23,11 +23,8 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.objectives.corrections import fresh, importance_weights
-from earlyfusion.rl.objectives.losses import policy_loss
-from earlyfusion.rl.objectives.sequences import Totals
-from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rollouts.curriculum import temperature
+from earlyfusion.rl.objectives.losses import Totals, fresh, importance_weights, policy_loss
+from earlyfusion.rl.recipe import RLConfig, temperature
 from earlyfusion.rl.rollouts.experience import Experience
 from earlyfusion.rl.rollouts.packing import Trajectory, pack, used_experts
 

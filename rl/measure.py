@@ -55,8 +55,7 @@ from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry
+from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry, entry_of
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
 from earlyfusion.rl.rollouts.prompts import encode_prompt, tool_files
 from earlyfusion.rl.rollouts.tools import ToolRollouts, ToolRunner

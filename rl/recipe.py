@@ -9,10 +9,13 @@ list: one entry for each task, level of difficulty and form of the prompt.
     difficulty = 1
     weight = 2.0
     form = "picture"
+
+`entry_of` finds an entry by the label it has in tables and files.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +31,8 @@ from pydantic import (
 )
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.tasks.problem import FORMS
 from earlyfusion.data.tasks.registry import TASKS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
@@ -41,10 +46,8 @@ from earlyfusion.pipeline.config.schema import (
     Section,
     TrackSection,
 )
-from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig
 from earlyfusion.rl.objectives.length import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
-from earlyfusion.rl.objectives.losses import ObjectiveConfig
-from earlyfusion.rl.rollouts.curriculum import CurriculumConfig, TemperatureConfig
+from earlyfusion.rl.objectives.losses import CorrectionConfig, ObjectiveConfig, StaleConfig
 
 RECIPES = Path(__file__).parent / "recipes"
 """Shipped recipes of reinforcement learning."""
@@ -63,6 +66,45 @@ def start_directory(config: RLConfig) -> Path:
             " embedded:skills"
         )
     return model_folder(config.run.init_from)
+
+
+class TemperatureConfig(Section):
+    """Sampling temperature: high first, to explore; lower later."""
+
+    start: PositiveFloat = 1.0
+    """Temperature of the first update."""
+    end: PositiveFloat = 1.0
+    """Temperature from `updates` on."""
+    updates: NonNegativeInt = 0
+    """Updates from start to end."""
+
+
+class CurriculumConfig(Section):
+    """Which prompts are drawn, and how often."""
+
+    mode: Literal["uniform", "hard_after_warmup", "easy_to_hard"] = "uniform"
+    """hard_after_warmup: all prompts alike, then only those that are seldom solved (k1.5); easy_to_hard: the
+    hardest allowed level of the tasks grows evenly from `start_difficulty` to 1."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates until only hard prompts are left, or until all are allowed."""
+    hard_from: float = Field(0.5, ge=0, le=1)
+    """Failure rate from which a prompt is hard."""
+    start_difficulty: float = Field(0.3, ge=0, le=1)
+    """Hardest level at the start of easy_to_hard, as a share of the task's highest."""
+    prioritised: bool = False
+    """Draw prompts in proportion to 1 - success rate."""
+    floor: float = Field(0.05, ge=0, le=1)
+    """Smallest weight of a prompt that is allowed, so that no skill is forgotten unseen."""
+
+
+def temperature(config: TemperatureConfig, update: int) -> float:
+    """Sampling temperature of an update: `start` at 0, `end` from `updates` on. K2 starts high and cools
+    down."""
+    # Also for updates = 0, where there is nothing to interpolate.
+    if update >= config.updates:
+        return config.end
+    share = max(0, update) / config.updates
+    return config.start + (config.end - config.start) * share
 
 
 class TaskEntry(Section):
@@ -412,3 +454,25 @@ class RLConfig(Section):
     def total_updates(self) -> int:
         """Iterations that this run takes: train.updates, or run.steps when that is less."""
         return self.train.updates if self.run.steps is None else min(self.train.updates, self.run.steps)
+
+
+# Task, level, form and how it is answered; all but the task may be left out.
+_LABEL = re.compile(rf"([^/]+)(?:/(\d+)(?:/({'|'.join(FORMS)}))?)?(?:/(thought|tools))?")
+
+
+def entry_of(label: str) -> TaskEntry:
+    """TaskEntry of "counting", "counting/1", "counting/1/twin", "counting/1/twin/thought" or
+    "counting/1/twin/tools". Raises DataError."""
+    # A label is what tables and files show, so what is read there can be asked for again.
+    match = _LABEL.fullmatch(label)
+    if match is None:
+        raise DataError(
+            f"{label!r}: expected task, task/difficulty or task/difficulty/form, form one of"
+            f' {", ".join(FORMS)}, with "/thought" for answers after a thought, "/tools" for answers with'
+            " Python"
+        )
+    name, level, form, how = match.groups()
+    if name not in TASKS:
+        raise DataError(f"{label!r}: unknown task {name!r}; {did_you_mean(name, TASKS)}")
+    about = {"difficulty": level or 0, "form": form or "picture", how or "tools": how is not None}
+    return TaskEntry.model_validate({"name": name, **about})

@@ -7,9 +7,9 @@
 One iteration, and where to read on:
 
     rollouts/prompts.py      prompts drawn by the curriculum
-    rollouts/collect.py      K answers each from the engine: whole, or partial with what is left going on in
-                             the next iteration
-    rollouts/experience.py   rewards of the task -> shaping by length -> advantages in the group
+    rollouts/experience.py   K answers each from the engine: whole, or partial with what is left going on in
+                             the next iteration; rewards of the task -> shaping by length -> advantages in
+                             the group
     learn.py                 gradients of the objective with the trainable encoder in the graph, an optional
                              PTX loss beside it
     pipeline/update.py       the step of pretraining: clip, guard, MuonClip (or AdamW) with QK-Clip
@@ -22,6 +22,8 @@ and answers.
 
 The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/
 and report.html.
+
+The engine that answers and the curated documents beside it, which no other stage has, are built here too.
 """
 
 from __future__ import annotations
@@ -37,36 +39,115 @@ from typing import Any
 import torch
 
 from earlyfusion.data.chat.template import ChatTokenizer
-from earlyfusion.data.loading.loader import merge_states
+from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build, cli
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
 from earlyfusion.pipeline.config.arguments import RecipeArguments
-from earlyfusion.pipeline.config.compose import compose, validate
+from earlyfusion.pipeline.config.compose import compose, render, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
-from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.launch import launch
-from earlyfusion.pipeline.meter import peak_memory_bytes
-from earlyfusion.pipeline.parallel import exchange_gradients
-from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, objects_at_rest, seed_everything
 from earlyfusion.pipeline.schedule import due, linear
+from earlyfusion.pipeline.step import peak_memory_bytes
 from earlyfusion.pipeline.track import Tracker
-from earlyfusion.pipeline.update import Update, check_frozen, update
-from earlyfusion.rl.build import build_curated, build_engine, curated_lanes, plan
+from earlyfusion.pipeline.update import Guard, Update, check_frozen, update
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
-from earlyfusion.rl.recipe import RLConfig, start_directory
+from earlyfusion.rl.recipe import RLConfig, start_directory, temperature
 from earlyfusion.rl.report import write_rl_report
 from earlyfusion.rl.rewards import STATUSES, Scored, make_reward
-from earlyfusion.rl.rollouts.collect import Collector, Group, Interrupted
-from earlyfusion.rl.rollouts.curriculum import temperature
-from earlyfusion.rl.rollouts.experience import Experience, build_rewards, experience, rollout_metrics, score
+from earlyfusion.rl.rollouts.experience import (
+    Collector,
+    Experience,
+    Group,
+    Interrupted,
+    build_rewards,
+    experience,
+    rollout_metrics,
+    score,
+)
 from earlyfusion.rl.rollouts.log import RolloutLog, group_records
 from earlyfusion.rl.rollouts.prompts import PromptPool
+
+PAGE = 16
+"""Tokens of a page of the engine's cache."""
+
+
+def build_engine(
+    config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, folder: Path, runtime: Runtime
+) -> Engine:
+    """The engine that answers: over `model` itself, or over a bfloat16 copy of the start in `folder`."""
+    rollout = config.rollout
+    # A copy is loaded and not cast: the trained model keeps its fp32 weights.
+    if rollout.dtype == "bfloat16":
+        model = load_model(folder, runtime.device, torch.bfloat16)
+    # Pages for the longest answers everywhere: the engine then never pauses one for want of memory.
+    longest = (rollout.max_prompt_tokens or 1024) + config.longest_answer
+    share = math.ceil(rollout.prompts / runtime.world)
+    slots = min(rollout.slots, share * rollout.group_size)
+    return Engine(
+        model,
+        tokenizer,
+        max_slots=slots,
+        page_size=PAGE,
+        max_pages=slots * (math.ceil(longest / PAGE) + 1),
+        prefill_chunk=rollout.prefill_chunk,
+        max_waiting=4 * share + 1024,
+        image_cache=4 * share,
+        # Answers that may be ended or paused are looked at after every token.
+        run_ahead=1 if config.watched else RUN_AHEAD,
+    )
+
+
+def build_curated(
+    config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, runtime: Runtime, lanes: int
+) -> Loader | None:
+    """The curated documents of the PTX loss, `lanes` rows in every update; None where there is none."""
+    ptx = config.ptx
+    if config.data is None or not (ptx.coef or ptx.only):
+        return None
+    # Rows of their own beside the rollouts: their loss has its own normaliser.
+    return Loader(
+        config.data,
+        tokenizer,
+        model.config.vision,
+        length=ptx.length,
+        tokens=ptx.tokens,
+        max_patches=ptx.max_patches,
+        lanes=lanes,
+        rank=runtime.rank,
+        world_size=runtime.world,
+    )
+
+
+def curated_lanes(start: Loaded) -> int:
+    """Curated rows of an update: one for each process that the run began with."""
+    ptx = start.lanes[0]["ptx"]
+    return 1 if ptx is None else int(ptx["identity"]["lanes"])
+
+
+def plan(config: RLConfig) -> str:
+    """The resolved recipe and what an iteration holds, for --dry-run."""
+    rollout, train = config.rollout, config.train
+    labels = ", ".join(f"{entry.label} x {entry.weight:g}" for entry in config.tasks)
+    prompts = config.total_updates * rollout.prompts
+    return "\n".join(
+        [
+            render(config),
+            f"# an iteration: {rollout.prompts} prompts x {rollout.group_size} answers of at most"
+            f" {rollout.max_new_tokens} tokens, {train.epochs * train.minibatches} update(s)",
+            f"# prompts: {labels}",
+            f"# {config.total_updates} iterations = {prompts:,} prompts",
+        ]
+    )
+
 
 BUDGET_ROUND = 99
 """Round of `Collector.collect` for Toggle's budgets: no other round of an update has its number."""

@@ -1,4 +1,3 @@
 """Optimizers; importing the package registers those of the project."""
 
-from earlyfusion.pipeline.optim import adamw as adamw
 from earlyfusion.pipeline.optim import muonclip as muonclip

@@ -27,9 +27,8 @@ from torch.optim.adamw import adamw
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.muon.naive import coefficients
 from earlyfusion.pipeline.config.schema import OptimSection
-from earlyfusion.pipeline.optim.adamw import BETAS
 from earlyfusion.pipeline.optim.qk_clip import QKClip
-from earlyfusion.pipeline.optim.registry import optimizer, param_groups
+from earlyfusion.pipeline.optim.registry import BETAS, optimizer, param_groups
 from earlyfusion.pipeline.optim.routing import RoutingError, block_scale, local_part, sections
 
 CHUNK_ELEMENTS = {"cpu": 2**19}

@@ -6,6 +6,8 @@
 
 A function of yours needs no registration: `optim.name = "package.module:function"`. It is called the same
 way, and its groups are routed like those of adamw.
+
+AdamW for everything.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import function_at
 from earlyfusion.pipeline.config.schema import OptimSection
+from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import Family, build_param_groups
 
 Build: TypeAlias = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
@@ -68,3 +71,19 @@ def param_groups(options: OptimSection, model: nn.Module) -> list[dict[str, Any]
         muon_vision=options.muon_vision,
         head_group_size=options.head_group_size,
     )
+
+
+# Decays of the two moments, those of GPT-3 (arXiv 2005.14165, appendix B) and most that came after it.
+BETAS = (0.9, 0.95)
+
+
+@optimizer("adamw", matrices="adamw")
+def adamw(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW for everything, with QK-Clip after every step where the recipe asks for it."""
+    made = torch.optim.AdamW(param_groups(options, model), betas=BETAS, eps=options.eps)
+    if options.qk_clip is not None:
+        # After the step, as in MuonClip: the weights that are clipped are the new ones.
+        clip = QKClip(model, options.qk_clip)
+        made.register_step_post_hook(lambda *_: clip.apply())
+        made.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
+    return made

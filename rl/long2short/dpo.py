@@ -44,16 +44,14 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, latest
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
-from earlyfusion.pipeline.guard import Guard
-from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.options import verb
-from earlyfusion.pipeline.parallel import exchange_gradients
 from earlyfusion.pipeline.report.data import read_run
 from earlyfusion.pipeline.report.page import write_page
-from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, seed_everything
 from earlyfusion.pipeline.schedule import linear
+from earlyfusion.pipeline.step import peak_memory_bytes
 from earlyfusion.pipeline.track import Tracker
-from earlyfusion.pipeline.update import check_frozen, update
+from earlyfusion.pipeline.update import Guard, check_frozen, update
 from earlyfusion.rl.learn import Learner, Piece
 from earlyfusion.rl.long2short.samples import (
     FILE,
@@ -65,7 +63,7 @@ from earlyfusion.rl.long2short.samples import (
     save_beside,
 )
 from earlyfusion.rl.measure import show_differences
-from earlyfusion.rl.objectives.sequences import sequence_sums, wide
+from earlyfusion.rl.objectives.losses import sequence_sums, wide
 from earlyfusion.rl.recipe import start_directory
 from earlyfusion.rl.rewards import Rewards
 

@@ -46,11 +46,8 @@ from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import RLConfig, TaskEntry, start_directory
-from earlyfusion.rl.rollouts.collect import Group
-from earlyfusion.rl.rollouts.curriculum import temperature
-from earlyfusion.rl.rollouts.experience import build_rewards, score
+from earlyfusion.rl.recipe import RLConfig, TaskEntry, entry_of, start_directory, temperature
+from earlyfusion.rl.rollouts.experience import Group, build_rewards, score
 from earlyfusion.rl.rollouts.packing import Trajectory, rollout
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.objectives.sequences import group
+from earlyfusion.rl.objectives.losses import group
 
 
 class LengthRewardConfig(Section):

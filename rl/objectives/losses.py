@@ -33,22 +33,205 @@ neither alpha, beta nor tau: the numbers here are ours. Sources: Kimi k1.5 2.3.2
 A term of your own, `objective.loss = "package.module:function"`, has the signature of those below.
 
 Legend: T packed tokens, N responses; X is T or N, whichever the objective has a ratio of.
+
+All losses here see the generated tokens of N responses packed one after the other
+(`kernels.segments.Segments`), with a mask of the tokens that are trained. Sums over a response use a
+segmented reduction, so they do not depend on what stands beside it in the row and repeat bit for bit on a
+GPU. Values of tokens outside the mask are replaced, never multiplied by zero: padding may hold NaN.
+
+Legend: T packed tokens, N responses, G groups (prompts).
+
+Tokens that another policy made get weights for the engine's gap to the trainer, and masks where they are
+stale. With mu the policy that sampled (the engine), pi_old the trainer's policy at the start of the
+iteration and pi the one being trained, pi / mu = (pi_old / mu) * (pi / pi_old): the engine's gap
+times the staleness. An objective either takes mu for pi_old (K2.5 does, and then there is nothing to
+weigh), or is corrected by a weight from pi_old / mu. The weight is a constant for the gradient; otherwise
+the estimator would
+differentiate its own correction.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
-from earlyfusion.kernels.segments import Segments
+from earlyfusion.kernels.segments import Segments, check_shapes
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.objectives.sequences import Totals, group, only, sequence_sums, spread, totals
+
+
+class Groups(NamedTuple):
+    """index_N: group of every response, 0..num-1, in the order of the ids that were given."""
+
+    index_N: Tensor
+    num: int
+
+    def sums(self, values_N: Tensor) -> Tensor:
+        """Sum of every group, [G]."""
+        return values_N.new_zeros(self.num).index_add_(0, self.index_N, values_N)
+
+    def means(self, values_N: Tensor) -> Tensor:
+        """Mean of every group, [G]."""
+        return self.sums(values_N) / self.sums(torch.ones_like(values_N))
+
+    def extreme(self, values_N: Tensor, which: str) -> Tensor:
+        """Smallest ("amin") or largest ("amax") value of every group, [G]."""
+        zeros_G = values_N.new_zeros(self.num)
+        return zeros_G.scatter_reduce(0, self.index_N, values_N, which, include_self=False)
+
+    def spread(self, values_G: Tensor) -> Tensor:
+        """The value of its group for every response, [N]."""
+        return values_G[self.index_N]
+
+
+def group(groups_N: Tensor) -> Groups:
+    """Number the groups. groups_N: any integers, one a response; equal ids need not stand together."""
+    # Bins and problems have ids with gaps; sums need numbers without.
+    ids_G, index_N = torch.unique(groups_N, return_inverse=True)
+    return Groups(index_N, ids_G.numel())
+
+
+def wide(values: Tensor) -> Tensor:
+    """float32 of anything narrower; float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def only(mask_T: Tensor, values_T: Tensor) -> Tensor:
+    """`values_T` where the mask holds, 0 elsewhere; no gradient and no NaN comes from the rest."""
+    return torch.where(mask_T, values_T, values_T.new_zeros(()))
+
+
+def sequence_sums(values_T: Tensor, segments: Segments) -> Tensor:
+    """Sum over the tokens of every response, [N]; differentiable. Raises ValueError where they do not fit."""
+    check_shapes("sequence_sums", {"T": segments.total}, values_T=values_T)
+    if segments.num == 0:
+        return values_T.new_zeros(0)
+    device = values_T.device
+    # Kept with the segments: one row is summed many times.
+    lengths_N = segments.cached(
+        ("rl.lengths", str(device)), lambda: torch.tensor(segments.lengths, dtype=torch.int64, device=device)
+    )
+    # In float64, one token after the other: in float32 the rounding of a hundred thousand small log ratios
+    # would show in their ratio.
+    return torch.segment_reduce(values_T.double(), "sum", lengths=lengths_N, unsafe=True).to(values_T.dtype)
+
+
+def spread(values_N: Tensor, segments: Segments) -> Tensor:
+    """The value of its response for every token, [T]; meant for constants (no gradient is asked of it)."""
+    return values_N.detach().index_select(0, segments.ids(values_N.device).long())
+
+
+class Totals(NamedTuple):
+    """What a batch is divided by, 0-d float64: trained tokens, and responses with at least one of them.
+
+    A batch may be worked off in pieces, on several ranks: add up the totals of all pieces first (over
+    ranks by an all-reduce), hand them to every piece, and the pieces' losses and gradients sum to those of
+    the whole batch.
+    """
+
+    tokens: Tensor
+    sequences: Tensor
+
+
+def totals(mask_T: Tensor, segments: Segments) -> Totals:
+    """Totals of one packed row; responses without a trained token (padding) do not count."""
+    counts_N = sequence_sums(mask_T.double(), segments)
+    return Totals(counts_N.sum(), (counts_N > 0).sum().double())
+
+
+class CorrectionConfig(Section):
+    """Importance weights for the gap between the engine that sampled and the trainer's own old policy."""
+
+    mode: Literal["none", "tis", "mis", "reject"] = "none"
+    """tis: weight cut off at `high`; mis: weight inside [low, high], else 0; reject: 1 inside, else 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of a token, of the whole answer (product), or its geometric mean over the answer."""
+    low: NonNegativeFloat = 0.0
+    """Smallest ratio that is kept (mis, reject)."""
+    high: PositiveFloat = 2.0
+    """Largest ratio."""
+    max_k3: PositiveFloat | None = None
+    """Also leave out answers whose mean k3 divergence is above this; "null" for no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CorrectionConfig:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"low={self.low}, high={self.high}: equal policies have ratio 1, which must lie between"
+            )
+        return self
+
+
+class StaleConfig(Section):
+    """Which tokens of a partial rollout are still trained, by the age of the weights that made them."""
+
+    max_lag: NonNegativeInt | None = None
+    """Most updates between making a token and training it; 0 trains only this iteration's, "null" all. Stale
+    ones stay in the row as context."""
+
+
+@torch.no_grad()
+def importance_weights(
+    config: CorrectionConfig,
+    old_logp_T: Tensor,
+    sampler_logp_T: Tensor,
+    segments: Segments,
+    mask_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Truncated (TIS), masked (MIS) or rejecting importance weights from w = pi_old / mu: the constant factor
+    of every token's policy term [T], 0 outside the mask, and how many trained tokens were cut off or set to 0
+    (0-d).
+
+    level: w of the token; of the answer, exp(sum log w); or exp(mean log w), which does not grow with its
+    length. tis: min(w, high); mis: w inside [low, high], else 0; reject: 1 inside, else 0. max_k3 sets
+    answers with a larger mean of w - 1 - log w to 0 besides. Tokens outside the mask take no part in an
+    answer's ratio. Token weights are biased for sequences (the state distribution stays mu's); those of whole
+    answers are not, but vary more the longer they are. Divide the loss by the same totals as without: nothing
+    is normalised by the weights.
+    """
+    # Log ratios of trained tokens alone; the rest of a row may hold NaN.
+    log_T = only(mask_T, old_logp_T) - only(mask_T, sampler_logp_T)
+    counts_N = sequence_sums(mask_T.to(log_T.dtype), segments).clamp(min=1)
+
+    # A ratio of the answer stands at every token of it.
+    level_T = log_T
+    if config.level != "token":
+        level_N = sequence_sums(log_T, segments)
+        if config.level == "geometric":
+            level_N = level_N / counts_N
+        level_T = spread(level_N, segments)
+
+    # Compared as logarithms: no product of ratios overflows.
+    # (A ratio of a long answer is e to the power of hundreds.)
+    top, bottom = math.log(config.high), math.log(config.low) if config.low > 0 else -math.inf
+    weight_T, touched_T = level_T.clamp(max=top).exp(), level_T > top
+    if config.mode != "tis":
+        touched_T = touched_T | (level_T < bottom)
+        kept_T = weight_T if config.mode == "mis" else torch.ones_like(weight_T)
+        weight_T = only(~touched_T, kept_T)
+    if config.max_k3 is not None:
+        k3_N = sequence_sums(torch.expm1(log_T) - log_T, segments) / counts_N
+        far_T = spread(k3_N > config.max_k3, segments)
+        weight_T, touched_T = only(~far_T, weight_T), touched_T | far_T
+    return only(mask_T, weight_T), (touched_T & mask_T).sum()
+
+
+def fresh(config: StaleConfig, versions_T: Tensor, current: int) -> Tensor:
+    """bool [T]: the token may be trained at weight version `current`.
+
+    versions_T: integer [T], the version of the weights that made each token. In a partial rollout the
+    segments of one answer have different versions; stale ones stay in the row as context for the others.
+    """
+    if config.max_lag is None:
+        return torch.ones_like(versions_T, dtype=torch.bool)
+    return current - versions_T <= config.max_lag
+
 
 STD_EPS = 1e-6  # rewards differ by far more, or not at all: groups of equal rewards are set to 0 before
 MAX_LOG_RATIO = 20.0

@@ -1,17 +1,32 @@
-"""From answers to advantages: scores of the task, shaping by length, and what the group makes of it.
+"""Rollouts of one iteration, whole or partial, and from answers to advantages: scores of the task, shaping by
+length, and what the group makes of it.
+
+An iteration keeps N prompts with K answers each in the engine. Without partial rollout it ends when all are
+finished. With `rollout.token_cap` a prompt whose unfinished answers, which are written side by side, have all
+written that many tokens in this iteration is paused (k1.5); with `rollout.fraction` all are paused as soon as
+that share is finished (K3). What is paused goes on first in the next iteration, from its state; a prompt is
+trained when its K answers are complete, and every token knows the version of the weights that made it.
+Prompts with tools are answered in several turns (rl/rollouts/tools.py), in the same batches as the others.
 
 Legend: N answers of all groups, one after the other.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from earlyfusion.data.tasks.problem import Task
+from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
+from earlyfusion.model.layers import moe_layers
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.judge import Judge
 from earlyfusion.rl.objectives.length import (
@@ -23,8 +38,249 @@ from earlyfusion.rl.objectives.length import (
 from earlyfusion.rl.objectives.losses import advantages, informative
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
-from earlyfusion.rl.rollouts.collect import Collector, Group
 from earlyfusion.rl.rollouts.packing import Trajectory
+from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool, tool_files
+from earlyfusion.rl.rollouts.tools import COUNTED, ToolRollouts, ToolRunner, Turn
+
+CHECK_EVERY = 8
+"""Tokens between two checks for a repetition."""
+
+
+class Interrupted(Exception):
+    """A signal asked some process to stop while answers were collected."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its K finished answers."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def problem(self) -> Problem:
+        """What the prompt asks."""
+        return self.prompt.problem
+
+
+class Collector:
+    """Asks the engine; keeps what is unfinished between iterations (`carried`), and counts what it spent
+    since the counter was cleared: seconds, those inside the engine (engine_s), tokens."""
+
+    def __init__(self, config: RLConfig, pool: PromptPool, engine: Engine, runtime: Runtime) -> None:
+        self.config, self.pool, self.engine, self.runtime = config, pool, engine, runtime
+        self.carried: list[tuple[Prompt, PausedRequest]] = []
+        self.spent: dict[str, float] = defaultdict(float)
+        self.replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
+        self.tool_runner: ToolRunner | None = None
+        if config.has_tools:
+            self.tool_runner = ToolRunner(config.rollout, config.sandbox.allow_weaker)
+
+    def close(self) -> None:
+        """Stop what programs still run."""
+        if self.tool_runner is not None:
+            self.tool_runner.close()
+
+    def tool_metrics(self) -> dict[str, Any]:
+        """What programs did since the last call, over all processes (every process calls it): "tools/..." by
+        the names of tools.COUNTED, those that are not 0; tools/valid as the share of answers with a valid
+        call; tools/sandbox, where walls are missing, in words. {} without tools."""
+        if self.tool_runner is None:
+            return {}
+        # Every process names the same counters, also those that are 0 here.
+        counts = self.runtime.sum_dict({name: self.tool_runner.counts[name] for name in COUNTED})
+        self.tool_runner.counts.clear()
+        counts["valid"] /= max(1.0, counts["answers"])
+        metrics: dict[str, Any] = {}
+        for name, count in counts.items():
+            if count or name in ("answers", "valid", "calls"):
+                metrics[f"tools/{name}"] = count
+        if self.tool_runner.weaker:
+            metrics["tools/sandbox"] = self.tool_runner.weaker
+        return metrics
+
+    def due(self, count: int, rank: int) -> int:
+        """How many of `count` prompts are a process's."""
+        world = self.runtime.world
+        return count // world + (rank < count % world)
+
+    def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> list[Group]:
+        """Keep `count` prompts (of all processes) in work; returns the complete groups. Every process calls
+        it. round_: which of several calls in one update, for the names of the requests.
+
+        Raises Interrupted on every process when any was asked to stop meanwhile; the prompts are drawn and
+        what was carried is gone then, so the caller goes back to what was before.
+        """
+        start, rank = time.perf_counter(), self.runtime.rank
+
+        # What is carried is topped up to every process's share; the numbers of its prompts follow from that.
+        needs = torch.zeros(self.runtime.world, dtype=torch.float64)
+        needs[rank] = max(0, self.due(count, rank) - len(self.carried))
+        needs = self.runtime.sum(needs)
+        first, total = int(needs[:rank].sum()), int(needs.sum())
+        share = slice(first, first + int(needs[rank]))
+        prompts = self.pool.draw(total, update, share, self.runtime.sum)[share] if total else []
+
+        batch = _Batch(self, temperature)
+        for prompt, paused in self.carried:
+            batch.resume(prompt, paused)
+        self.carried = []
+        batch.queue.extend((f"{update}.{round_}/{first + i}", prompt) for i, prompt in enumerate(prompts))
+        # A signal on one process is one for all: they meet here, whoever was asked.
+        batch.run()
+        if self.runtime.should_stop():
+            raise Interrupted
+        self.carried = batch.paused
+
+        # Complete groups alone are trained; their answers may be of several iterations.
+        self.spent["seconds"] += time.perf_counter() - start
+        return [Group(prompt, batch.answers(name)) for name, prompt in batch.prompts.items()]
+
+    def state_dict(self) -> list[Any]:
+        """The unfinished requests of this process, with their states, for the checkpoint."""
+        packed = []
+        for prompt, paused in self.carried:
+            # The engine's own export, kept as bytes: a checkpoint holds tensors and plain values only.
+            parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in paused.to_bytes()]
+            packed.append([prompt.ids, *parts])
+        return packed
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """What `state_dict` gave."""
+        self.carried = []
+        for ids, *parts in state:
+            paused = PausedRequest.from_bytes(*(part.numpy().tobytes() for part in parts))
+            self.carried.append((self.pool.prompt(*ids), paused))
+
+
+class _Batch:
+    """The requests of one call of `Collector.collect`, by name."""
+
+    def __init__(self, collector: Collector, temperature: float) -> None:
+        config, rollout, pool = collector.config, collector.config.rollout, collector.pool
+        self.config, self.engine, self.stop = config, collector.engine, collector.runtime.stop
+        self.replay, self.spent = collector.replay, collector.spent
+        # One seed for all: the noise of a sample is keyed by its request's name and its index.
+        self.params = SamplingParams(
+            rollout.max_new_tokens,
+            temperature,
+            rollout.top_p,
+            rollout.min_p,
+            seed=config.run.seed,
+            logprobs=True,
+            n=rollout.group_size,
+        )
+        self.tools: ToolRollouts | None = None
+        if collector.tool_runner is not None:
+            self.tools = ToolRollouts(
+                rollout, collector.tool_runner, pool.tokenizer, pool.vision, self.params, self.replay
+            )
+        # Telling every token costs the engine time, so only those ask for it who look.
+        self.watched = config.watched or self.tools is not None
+        self.queue: deque[tuple[str, Prompt]] = deque()
+        self.turns: deque[Turn] = deque()
+        self.prompts: dict[str, Prompt] = {}
+        self.handles: dict[str, Handle] = {}
+        self.paused: list[tuple[Prompt, PausedRequest]] = []
+        self.unfinished = self.finished = 0  # answers carried over, answers finished here
+        self.written: dict[tuple[str, int], list[int]] = defaultdict(list)
+
+    def resume(self, prompt: Prompt, paused: PausedRequest) -> None:
+        """Go on with what an earlier iteration left; the rest is drawn at today's temperature."""
+        request = paused.request
+        params = replace(request.params, temperature=self.params.temperature)
+        paused = replace(paused, request=replace(request, params=params))
+        handle = self.engine.resume(paused)
+        self.prompts[request.id], self.handles[request.id] = prompt, handle
+        self.unfinished += handle.samples - len(paused.finished)
+
+    def run(self) -> None:
+        """Run the engine until the share of answers that rollout.fraction asks for is finished, or nothing is
+        left; pause what is unfinished. A signal ends it at once."""
+        unfinished = self.unfinished + self.params.n * len(self.queue)
+        # lambda of K3, over the answers that are in work on this process.
+        goal = math.ceil(self.config.rollout.fraction * unfinished)
+        while self.finished < goal and (
+            self.queue or self.engine.has_work or (self.tools is not None and self.tools.waits)
+        ):
+            if self.stop.received is not None:
+                return
+            self._submit()
+            start = time.perf_counter()
+            events = self.engine.step()
+            self.spent["engine_s"] += time.perf_counter() - start
+            for event in events:
+                self._take(event)
+            self._pause_over_the_cap()
+        # What is left over goes on first in the next iteration.
+        for name, handle in list(self.handles.items()):
+            if not handle.done:
+                self._pause(name)
+
+    def answers(self, name: str) -> list[Trajectory]:
+        """The finished answers of a request."""
+        answers = self.tools.answers(name) if self.tools is not None else None
+        if answers is None:
+            document = self.prompts[name].encoded
+            answers = [Trajectory(document, completion) for completion in self.handles[name].completions]
+        return answers
+
+    def _submit(self) -> None:
+        """Next turns first, then new prompts, as many as the engine queues."""
+        if self.tools is not None:
+            turns, ended = self.tools.due(idle=not (self.queue or self.engine.has_work))
+            self.turns.extend(turns)
+            self.finished += ended
+        # A turn whose tool replied holds a state in the engine, so it goes before a new prompt.
+        while (self.turns or self.queue) and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
+            if self.turns:
+                self.engine.submit(*self.turns.popleft())
+                continue
+            name, prompt = self.queue.popleft()
+            entry = self.config.tasks[prompt.entry]
+            if self.tools is not None and entry.tools:
+                self.tools.open(name, prompt.encoded, tool_files(prompt.problem, entry.form))
+            request = Request(
+                name,
+                prompt.encoded,
+                self.params,
+                self.replay,
+                pieces=self.watched,
+                keep_state=entry.tools,
+            )
+            self.prompts[name], self.handles[name] = prompt, self.engine.submit(request)
+
+    def _take(self, event: Event) -> None:
+        """Count the tokens of an event, and end an answer that has become a repetition."""
+        key, done, repeat = (event.request_id, event.index), event.completion, self.config.repeat
+        new = [token.id for token in event.tokens]
+        # Watched requests tell every token; the others only their end.
+        if done is not None and not self.watched:
+            new = done.ids
+        ids = self.written[key]
+        ids += new
+        self.spent["tokens"] += len(new)
+        if done is not None:
+            self.finished += self.tools is None or self.tools.take(done, event.left)
+        # The penalty comes with the reward; ending it here only saves its remaining tokens.
+        elif repeat is not None and len(ids) % CHECK_EVERY == 0 and repeat_period(repeat, ids) is not None:
+            self.engine.end_sample(*key)
+
+    def _pause_over_the_cap(self) -> None:
+        """Pause requests whose unfinished answers have all written rollout.token_cap tokens in this
+        iteration."""
+        cap = self.config.rollout.token_cap
+        if cap is None:
+            return
+        for name, handle in list(self.handles.items()):
+            alive = set(range(handle.samples)) - {completion.index for completion in handle.completions}
+            if alive and all(len(self.written[name, index]) >= cap for index in alive):
+                self._pause(name)
+
+    def _pause(self, name: str) -> None:
+        self.paused.append((self.prompts.pop(name), self.engine.pause(name)))
+        del self.handles[name]
+
 
 RIGHT = 0.999
 """Scores from this share of their range on count as right answers (length reward, Toggle)."""

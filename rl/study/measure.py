@@ -47,8 +47,7 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.recipe import TaskEntry, entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.plan import (
     Arm,

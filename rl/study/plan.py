@@ -27,8 +27,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.recipe import RLConfig, entry_of
 
 FOLDER = Path(__file__).parent
 # In tables it stands among the arms, as the one that was not trained.

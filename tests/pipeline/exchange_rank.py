@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.schema import ParallelSection
-from earlyfusion.pipeline.parallel import replicate
-from earlyfusion.pipeline.picture_exchange import PictureExchange
-from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.runtime import Runtime, replicate
+from earlyfusion.pipeline.step import PictureExchange
 from earlyfusion.vision.balance import Route, gather_grids
 
 

@@ -231,7 +231,7 @@ TWO_RANKS = textwrap.dedent("""
     import torch
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
     from earlyfusion.kernels.errors import UserError
-    from earlyfusion.pipeline.guard import Guard
+    from earlyfusion.pipeline.update import Guard
     from earlyfusion.pipeline.runtime import Runtime, seed_everything
 
     runtime = Runtime(threads=1)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from earlyfusion.pipeline import guard as module
-from earlyfusion.pipeline.guard import DEVIATION_FLOOR, MIN_HISTORY, Guard
+from earlyfusion.pipeline import update as module
+from earlyfusion.pipeline.update import DEVIATION_FLOOR, MIN_HISTORY, Guard
 
 
 def steady(guard: Guard, steps: int = MIN_HISTORY) -> Guard:

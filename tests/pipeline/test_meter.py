@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from earlyfusion.pipeline import meter as module
-from earlyfusion.pipeline.meter import Meter, measured_peak, peak_flops
+from earlyfusion.pipeline import step as module
 from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.step import Meter, measured_peak, peak_flops
 
 
 class Clock:

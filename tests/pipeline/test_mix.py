@@ -8,7 +8,7 @@ from earlyfusion.data.loading.loader import Loader, read_skipped
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.report.page import write_report
-from earlyfusion.pipeline.stage_data import describe_mix, mix_schedule
+from earlyfusion.pipeline.stage_data import mix_schedule
 from earlyfusion.pipeline.track import read_metrics
 
 ARMS = {"early": (0.0, 0.10), "mid": (0.5, 0.20), "late": (0.8, 0.50)}  # injected at, share from there on
@@ -66,20 +66,6 @@ def test_early_mid_and_late_spend_the_same_vision_total(bpe, capsys):
     assert max(vision.values()) - min(vision.values()) <= VISION_RTOL * min(vision.values())
     assert max(text.values()) - min(text.values()) <= VISION_RTOL * min(text.values())
     assert max(media.values()) - min(media.values()) <= 2 * VISION_RTOL * min(media.values())
-
-
-def test_the_arms_are_three_lines_over_nano_and_of_equal_budget():
-    nano = load_config(["nano"])
-    for arm, (start, share) in ARMS.items():
-        config = load_config([arm])
-        stage = config.stages[0]
-        schedule = mix_schedule(stage, {source.name: source.weight for source in config.data.sources})
-        shares = [schedule.at(step + 0.5)[1]["vision"] for step in range(stage.steps)]
-        assert sum(shares) / stage.steps == pytest.approx(BUDGET, rel=1e-12)
-        assert schedule.at(start * stage.steps)[1]["vision"] == share
-        plain = stage.model_copy(update={"vision_share": None, "mix": []})
-        assert config.model_copy(update={"stages": [plain], "run": nano.run}) == nano
-        assert f"vision {100 * share:.1f} %" in describe_mix(stage, {"a": 1.0})
 
 
 @pytest.fixture(scope="module")

@@ -186,22 +186,6 @@ def test_16_bit_parameters_keep_fp32_state_and_round_once():
         assert all(value.dtype == torch.float32 for value in state.values())
 
 
-@pytest.mark.parametrize("preset,low,high", [("polar_express", 0.16, 0.22), ("deepseek_v4", 0.199, 0.201)])
-def test_an_update_has_the_target_rms_within_the_presets_band(preset, low, high):
-    torch.manual_seed(0)
-    model = TinyModel()
-    options = {"ns": preset, "ns_dtype": torch.float32}
-    opt = MuonClip(build_param_groups(model, lr=1.0, weight_decay=0.0), model, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1e-2)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    fill_gradients(model, 0)
-    opt.step()
-    scheduler.step()
-    names = muon_names(opt.param_groups)
-    delta = torch.cat([(p - before[n]).flatten() for n, p in model.named_parameters() if n in names]) / 1e-2
-    assert low <= delta.square().mean().sqrt().item() <= high
-
-
 def test_parameters_without_gradient_are_left_alone_and_counted():
     torch.manual_seed(0)
     model = TinyModel()

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.pipeline.optim.muonclip import MuonClip
-from earlyfusion.pipeline.optim.routing import RoutingError, blocks_in_words, build_param_groups
+from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups
 
 
 def families(groups) -> dict[str, str]:
@@ -27,37 +27,6 @@ def blocks(groups) -> dict[str, list[int]]:
 
 def optimizer(model, **options) -> MuonClip:
     return MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1), model, **options)
-
-
-def test_semantic_rules_route_the_tiny_model():
-    groups = build_param_groups(TinyModel(), lr=0.02, weight_decay=0.1)
-    family = families(groups)
-    muon = {name for name, f in family.items() if f == "muon"}
-    kda = {f"layers.0.self_attn.{n}_proj.weight" for n in ("q", "k", "v", "f_a", "f_b", "o")}
-    mla = {f"layers.1.self_attn.{n}.weight" for n in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
-    moe = {
-        f"layers.{i}.block_sparse_moe.{n}"
-        for i in (0, 1)
-        for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
-    }
-    assert muon == kda | mla | moe | {
-        "mlp.gate_up_proj.weight",
-        "mlp.down_proj.weight",
-        "projector.proj.weight",
-    }
-    undecayed = {fqn for group in groups if group["weight_decay"] == 0 for fqn in group["fqns"]}
-    assert {
-        "layers.0.self_attn.A_log",
-        "layers.0.self_attn.dt_bias",
-        "layers.0.input_layernorm.weight",
-    } <= undecayed
-    assert {"mlp_res_proj.weight", "layers.0.self_attention_res_query", "projector.proj.bias"} <= undecayed
-    for decayed in (
-        "embed_tokens.weight",
-        "layers.0.self_attn.b_proj.weight",
-        "layers.0.self_attn.q_conv1d.weight",
-    ):
-        assert family[decayed] == "adamw" and decayed not in undecayed
 
 
 def test_the_real_decoder_is_routed_as_designed():
@@ -96,12 +65,6 @@ def test_vision_tower_goes_to_muon_only_on_request_and_its_lookups_never():
         == families(on)["vision_tower.pos_emb.weight"]
         == "adamw"
     )
-
-
-def test_blocks_are_told_in_words():
-    assert blocks_in_words((52, 12), [4, 1, 8, 5]) == "4 x (8x12 + 5x12)"
-    assert blocks_in_words((3, 24, 10), [1, 1, 24]) == "3 x 24x10"
-    assert blocks_in_words((32, 24), []) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig, fresh, importance_weights
+from earlyfusion.rl.objectives.losses import CorrectionConfig, StaleConfig, fresh, importance_weights
 
 EXACT = 1e-12  # float64
 LENGTHS = (3, 1, 6, 4)

@@ -22,8 +22,8 @@ from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import cli, sft
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.long2short import samples as long2short_samples
+from earlyfusion.rl.recipe import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 MEAN_ATOL = 1e-6

@@ -24,8 +24,7 @@ from earlyfusion.model.engine.engine import Engine, evaluating, pack_prompts
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
-from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.recipe import TaskEntry, entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 TOKENIZER = tiny_tokenizer()

@@ -8,8 +8,7 @@ import torch
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss
-from earlyfusion.rl.objectives.sequences import totals
+from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss, totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms
 SINGLE = 2e-6  # float32 against float64, gradients of order 1 / tokens

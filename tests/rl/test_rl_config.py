@@ -3,8 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from earlyfusion.rl.objectives.corrections import CorrectionConfig
-from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig
+from earlyfusion.rl.objectives.losses import PRESETS, CorrectionConfig, ObjectiveConfig
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 
 

@@ -64,23 +64,6 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
         made.close()
 
 
-def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
-    made = training(folder, tmp_path / "run", train={"updates": 5})
-    real, count = made.iterate, []
-
-    def iterate():
-        count.append(1)
-        if len(count) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real()
-
-    made.iterate = iterate
-    assert made.train() == 75
-    assert run(folder, tmp_path / "run", resume=True, train={"updates": 5}) == 0
-    assert run(folder, tmp_path / "whole", train={"updates": 5}) == 0
-    assert_same(tmp_path / "whole", tmp_path / "run")
-
-
 def test_a_signal_while_answers_are_collected_stops_at_once_and_loses_no_exactness(folder, tmp_path):
     """The iteration is as if it had not begun: unfinished answers, prompts and tallies are those before
     it."""
@@ -173,7 +156,7 @@ def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatc
         "train": {"updates": 2},
     }
     with monkeypatch.context() as patch:
-        patch.setattr("earlyfusion.rl.build.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
+        patch.setattr("earlyfusion.rl.train.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
         assert run(folder, tmp_path / "whole", **changes) == 0
         assert run(folder, tmp_path / "cut", **{**changes, "run": {"steps": 1}}) == 0
     assert run(folder, tmp_path / "cut", resume=True, **changes) == 0

@@ -12,9 +12,8 @@ from tiny_run import assert_same, numbers, weights
 
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollouts.collect import CHECK_EVERY
-from earlyfusion.rl.rollouts.curriculum import success_rates
-from earlyfusion.rl.rollouts.experience import experience
+from earlyfusion.rl.rollouts.experience import CHECK_EVERY, experience
+from earlyfusion.rl.rollouts.prompts import success_rates
 
 HERE = Path(__file__).parent
 
@@ -110,19 +109,6 @@ def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
     assert len(set(drawn)) == 9 and {one.problem.key for one in drawn[:9]} == {
         one.problem.key for one in drawn[9:]
     }
-
-
-def test_easy_to_hard_goes_by_the_tasks_own_levels_whatever_was_solved(folder, tmp_path):
-    tasks = [{"name": "counting", "difficulty": level} for level in (0, 1, 3)]
-    ladder = {"mode": "easy_to_hard", "warmup_updates": 10, "start_difficulty": 0.0}
-    made = training(folder, tmp_path / "run", tasks=tasks, curriculum=ladder)
-    pool = made.prompts
-    assert pool.levels_P.tolist() == pytest.approx([0, 1 / 3, 1])
-    # Never tried, always solved, never solved: neither decides what is easy.
-    pool.count(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
-    assert pool.weights(0).tolist() == pytest.approx([1, 0, 0])
-    assert pool.weights(5).tolist() == pytest.approx([0.5, 0.5, 0])
-    assert pool.weights(10).tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_success_rates_follow_the_policy_and_forget_what_it_was(folder, tmp_path):
@@ -224,7 +210,7 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
     hardly ends."""
     folder = save_model(model(0), TOKENIZER, tmp_path / "model")
     monkeypatch.setattr(
-        "earlyfusion.rl.rollouts.collect.repeat_period", lambda config, ids: ids[0] % 2 or None
+        "earlyfusion.rl.rollouts.experience.repeat_period", lambda config, ids: ids[0] % 2 or None
     )
     changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
     made = training(folder, tmp_path / "run", **changes)

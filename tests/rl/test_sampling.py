@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from earlyfusion.rl.rollouts.curriculum import (
-    CurriculumConfig,
-    TemperatureConfig,
-    draw,
-    prompt_weights,
-    success_rates,
-    temperature,
-)
+from earlyfusion.rl.recipe import CurriculumConfig, TemperatureConfig, temperature
+from earlyfusion.rl.rollouts.prompts import draw, prompt_weights, success_rates
 
 MANY = 10**12
 """Trials beside which the imagined ones are nothing."""

@@ -13,7 +13,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import ScoreRequest
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.rl.entries import entry_of
+from earlyfusion.rl.recipe import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.analysis import Model, probes
 from earlyfusion.rl.study.measure import RIDGE, Reader, probe, states_of
