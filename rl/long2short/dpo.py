@@ -48,8 +48,7 @@ from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.options import verb
 from earlyfusion.pipeline.parallel import exchange_gradients
-from earlyfusion.pipeline.report.data import read_run
-from earlyfusion.pipeline.report.page import write_page
+from earlyfusion.pipeline.report.page import read_run, write_page
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.schedule import linear
 from earlyfusion.pipeline.track import Tracker
