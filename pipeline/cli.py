@@ -30,7 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
 from earlyfusion.pipeline.config.arguments import recipe_command
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
-from earlyfusion.pipeline.verbs import VERBS, Verb
+from earlyfusion.pipeline.verbs import BENCHES, VERBS, Verb
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as a shell reports it
 EXIT_PIPE = 141  # 128 + SIGPIPE
@@ -141,10 +141,15 @@ def earlyfusion(
     """Train a natively multimodal model from step one. `earlyfusion VERB --help` shows a verb's options."""
 
 
+def bench() -> None:
+    """Measure speed and memory beside a peer in the same run; figures are printed and saved as JSON."""
+
+
 # The package itself stands above all floors and names what they add: this floor knows no higher one.
 for floor in importlib.import_module("earlyfusion").VERB_MODULES:
     importlib.import_module(floor)
 app = group_of(VERBS, earlyfusion)
+benches = group_of(BENCHES, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,7 +56,7 @@ VERBS = {
         "earlyfusion.pipeline.report.compare:compare",
         "paired deltas between evaluated models, with honest statistics",
     ),
-    "bench": Verb("earlyfusion.pipeline.bench.cmd:app", "measure speed and memory"),
+    "bench": Verb("earlyfusion.pipeline.cli:benches", "measure speed and memory"),
     "plan": Verb(
         "earlyfusion.pipeline.plan:run",
         "print a recipe's sizes, FLOPs, routing and stages without training",
@@ -65,3 +65,12 @@ VERBS = {
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
 }
 """Name -> verb, in the order of the help."""
+
+# A benchmark's peers are imported when it runs, and only then.
+BENCHES = {
+    "train": Verb("earlyfusion.pipeline.bench.train:train", "a training step, beside transformers"),
+    "kernels": Verb("earlyfusion.pipeline.bench.kernels:kernels", "every kernel, beside fla and torch"),
+    "data": Verb("earlyfusion.pipeline.bench.data:data", "reading, decoding and packing, beside webdataset"),
+    "engine": Verb("earlyfusion.pipeline.bench.engine:engine", "generation, beside transformers"),
+    "lm-eval": Verb("earlyfusion.pipeline.bench.lm_eval:lm_eval", "letters of MMLU-Pro, beside lm-eval"),
+}

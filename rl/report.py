@@ -29,8 +29,15 @@ from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measured import Measured, by_problem, load_measured, paired, summary
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.progress import duration
-from earlyfusion.pipeline.report.data import Series, data_uri, family, image_source, read_run, series
-from earlyfusion.pipeline.report.page import write_page
+from earlyfusion.pipeline.report.page import (
+    Series,
+    data_uri,
+    family,
+    image_source,
+    read_run,
+    series,
+    write_page,
+)
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.log import read_rollouts
 

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.cache import KdaSlots
+from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.engine.engine import Engine, engine_for
 from earlyfusion.model.engine.requests import Needs, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
@@ -54,13 +55,16 @@ from earlyfusion.pipeline.bench.frame import (
     run_side,
     save_record,
 )
-from earlyfusion.pipeline.bench.peer import FIRST_TOKEN, our_model, shared_shape, their_model, their_names
+from earlyfusion.pipeline.bench.train import shared_shape, their_model
 from earlyfusion.pipeline.config.arguments import split_overrides
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
+from earlyfusion.vision.config import VisionConfig
 
+FIRST_TOKEN = 6
+"""Prompts hold ordinary tokens only."""
 # As many as a group of rollouts has.
 GROUP = 16
 KEPT, TUNED = "generate-kept", "generate-tuned"
@@ -130,6 +134,46 @@ class Batch:
         ids = pad(self.prompts, batch_first=True, padding_side="left")
         masks = [torch.ones_like(prompt) for prompt in self.prompts]
         return ids, pad(masks, batch_first=True, padding_side="left")
+
+
+def our_model(
+    shape: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    drawn_there: bool = False,
+) -> NativeFusion:
+    """Our model of a decoder shape with the weights of one seed; its vision side is the tiny preset and stays
+    unused.
+
+    drawn_there: draw the weights on the device itself, quicker for billions and other than those of a CPU.
+    """
+    # The same seed on every side, so that the same weights answer.
+    torch.manual_seed(0)
+    text = ModelConfig.model_validate(shape)
+    config = FusionConfig(text=text, vision=VisionConfig.preset("tiny"), media_token_id=FIRST_TOKEN - 1)
+    with torch.device(device if drawn_there else "cpu"):
+        model = NativeFusion(config)
+    cast(model, dtype).to(device).eval()
+    return model
+
+
+def their_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our decoder's tensors under transformers' names and shapes (its convolutions are one, A_log is [1, 1,
+    H, 1])."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        theirs = name if name.startswith("lm_head") else f"model.{name}"
+        # Names first, then the two tensors whose shapes differ.
+        theirs = theirs.replace(".block_sparse_moe.", ".mlp.")
+        for part in ("A_log", "dt_bias", "f_a_proj", "f_b_proj"):
+            theirs = theirs.replace(f"self_attn.{part}", f"self_attn.forget_gate.{part}")
+
+        if "_conv1d.weight" not in name:
+            renamed[theirs] = tensor.view(1, 1, -1, 1) if name.endswith("A_log") else tensor
+        elif "q_conv1d" in name:
+            parts = [tensors[name.replace("q_conv1d", f"{which}_conv1d")] for which in "qkv"]
+            renamed[theirs.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    return renamed
 
 
 Generate = Callable[[Batch], list[list[int]]]

@@ -12,6 +12,7 @@ JSON. What a whole recipe does here stands in the log of its run (tokens/s, MFU)
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,10 +35,17 @@ from earlyfusion.pipeline.bench.frame import (
     run_side,
     save_record,
 )
-from earlyfusion.pipeline.bench.peer import shared_shape, their_model
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
+
+SHARED = (
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"
+    " num_shared_experts routed_scaling_factor kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
+    " v_head_dim rms_norm_eps num_experts_per_token num_experts moe_renormalize bos_token_id eos_token_id"
+    " pad_token_id"
+).split()
+"""Keys that mean the same on both sides."""
 
 
 class TrainOptions(Options):
@@ -53,6 +61,45 @@ class TrainOptions(Options):
     """rounds, each side once a round"""
     out: str = "runs/bench/train.json"
     """where the numbers are saved"""
+
+
+def shared_shape(shape: dict[str, Any]) -> dict[str, Any]:
+    """The decoder shape without what transformers' model does not have."""
+    # What transformers' model does not know, on neither side.
+    plain_gates = {"gate_lower_bound": None, "full_rank_output_gate": False}
+    return {
+        **shape,
+        "attn_res": "none",
+        "tie_word_embeddings": False,
+        "mla_output_gate": False,
+        "linear_attn_config": {**shape.get("linear_attn_config", {}), **plain_gates},
+    }
+
+
+def their_model(shape: dict[str, Any], device: torch.device) -> Any:
+    """KimiLinearForCausalLM of a decoder shape, with weights as they come, on the CPU; with its pure-torch
+    kernels where `device` is no GPU."""
+    if device.type == "cpu":
+        # Importable fla would be chosen and crash without a GPU.
+        sys.modules["fla"] = None  # type: ignore[assignment]
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    text = ModelConfig.model_validate(shared_shape(shape))
+    linear = text.linear_attn_config
+
+    # Everything is given: their defaults are those of the 48B model.
+    fields: dict[str, Any] = {name: getattr(text, name) for name in SHARED}
+    config = KimiLinearConfig(
+        **fields,
+        num_key_value_heads=text.num_attention_heads,
+        linear_head_dim=linear.head_dim,
+        linear_num_heads=linear.num_heads,
+        linear_conv_kernel_dim=linear.short_conv_kernel_size,
+        tie_word_embeddings=False,
+        layer_types=["full_attention" if kind == "mla" else "linear_attention" for kind in text.plan()],
+        mlp_layer_types=["sparse" if text.is_moe(i) else "dense" for i in range(text.num_hidden_layers)],
+    )
+    return KimiLinearForCausalLM(config)
 
 
 def our_loss(shape: dict[str, Any], ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:

@@ -45,8 +45,7 @@ from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, latest
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.options import verb
-from earlyfusion.pipeline.report.data import read_run
-from earlyfusion.pipeline.report.page import write_page
+from earlyfusion.pipeline.report.page import read_run, write_page
 from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, seed_everything
 from earlyfusion.pipeline.schedule import linear
 from earlyfusion.pipeline.step import peak_memory_bytes

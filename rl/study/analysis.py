@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
 from earlyfusion.eval.stats import ALPHA, Estimate, holm, interval, mean_estimate
-from earlyfusion.pipeline.report.data import read_dict
+from earlyfusion.pipeline.report.page import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
 
 Array = NDArray[np.float64]

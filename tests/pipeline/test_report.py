@@ -10,8 +10,7 @@ from PIL import Image
 
 from earlyfusion.eval.samples import save_result
 from earlyfusion.pipeline.report.charts import MAX_POINTS, lines, thin
-from earlyfusion.pipeline.report.data import read_run, series
-from earlyfusion.pipeline.report.page import write_report
+from earlyfusion.pipeline.report.page import read_run, series, write_report
 
 METRICS = """{"event": "train", "loss/text": 2.5, "loss/image": 1.6, "loss/source/easy_vqa": 1.0, "lr": 0.002,
     "patches_per_s": 5.0, "data/share/<i>": 0.75, "data/epoch/<i>": 1.5, "data/skipped/torn": 3,

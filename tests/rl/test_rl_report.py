@@ -19,7 +19,7 @@ from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.eval.measured import Measured
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.report.data import data_uri
+from earlyfusion.pipeline.report.page import data_uri
 from earlyfusion.rl.report import (
     Group,
     changes,
