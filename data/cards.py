@@ -4,8 +4,6 @@ Pictures are put together again from the encoded patches, so resizing and paddin
 and points are given in percent of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

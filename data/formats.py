@@ -30,8 +30,6 @@ all is written "[]". Coordinates are edges, not pixel numbers: a box over the wh
 height].
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ Sources: RFC 1951, the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, 
 ITU-T T.81 B.1.1.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

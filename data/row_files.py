@@ -1,7 +1,5 @@
 """Rows of files of every usual form, as plain dicts."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -5,8 +5,6 @@ Sources hand over encoded bytes or paths; nothing is decoded before `encode.enco
 worker.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

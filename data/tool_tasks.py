@@ -6,8 +6,6 @@ the question, a plan in words, and the program; the answer is read off what the 
 (data/programs.py).
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, replace
 from functools import cache

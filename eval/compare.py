@@ -18,8 +18,6 @@ new questions and new seeds does too. Everything is in the score's own unit; 0.0
 points.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from collections.abc import Sequence

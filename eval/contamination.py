@@ -11,8 +11,6 @@ Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .p
 shards of such members, and folders of them. Reports ids and shares, never text.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -10,8 +10,6 @@ ended.
 Of private tasks no output is kept.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

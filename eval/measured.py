@@ -11,8 +11,6 @@ A file holds one problem a line, without its picture: that can be drawn again fr
 eval/measure.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

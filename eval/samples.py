@@ -11,8 +11,6 @@ A sample's last text is the reference; what stands before it is the prompt. JSON
 "samples": [{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

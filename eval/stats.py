@@ -19,8 +19,6 @@ Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: sec
 2015 (CR1); Holm 1979. Legend: n questions, G clusters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -18,8 +18,6 @@ Four things are asked of a model, each only counted where the one before it held
                   count too)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

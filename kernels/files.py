@@ -5,8 +5,6 @@ For every room; imports nothing heavy.
 Functions that a user names by their place, "package.module:function".
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

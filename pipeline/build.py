@@ -1,8 +1,6 @@
 """From a recipe to the parts of a run: tokenizer, model, optimizer, costs, and the recipe as it is written
 down."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ eval/heldout.py) and asked for answers (eval.samples). The sources are built ane
 the training data moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial

@@ -19,8 +19,6 @@ bit. The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, sam
 directory) and report.html.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ free ids, and the rows of the embedding (and of an untied head) that belong to t
 of the tokens that were there before. The model card says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

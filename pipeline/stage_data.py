@@ -1,8 +1,6 @@
 """The data of a run, stage by stage: a loader with the stage's length, budgets, mixture and order, and what
 it gave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

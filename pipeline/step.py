@@ -20,8 +20,6 @@ evaluate while others wait. `parallel.exchange_pictures` turns it on; the plan d
 ranks alike, whether a step is worth it.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -7,8 +7,6 @@ are about. A resume from step s keeps the records up to s and drops later ones, 
 Non-finite numbers are written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

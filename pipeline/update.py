@@ -19,8 +19,6 @@ Whatever the policy, more than MAX_SKIPS bad steps among the last WINDOW steps s
 rollback beyond MAX_ROLLBACKS. The decision is a maximum over ranks, so all ranks act alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ A request that fails, times out or carries no score is tried again, then raises 
 it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

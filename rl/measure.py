@@ -20,8 +20,6 @@ what they are at the limit is their beginning. Programs find the true picture un
 shown.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

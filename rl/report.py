@@ -7,8 +7,6 @@ Reads metrics.jsonl (events "train" and "eval"), eval/update-*.jsonl, rollouts.j
 the recipe.toml, versions.json and facts.json that every run writes. rl.html says what is shown of it.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections import defaultdict

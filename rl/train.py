@@ -26,8 +26,6 @@ and report.html.
 The engine that answers and the curated documents beside it, which no other stage has, are built here too.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

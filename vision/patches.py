@@ -7,8 +7,6 @@ them, so a batch is a quarter of its float32 size in host memory and on the way 
 Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t*h*w patches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any, NamedTuple, TypeAlias

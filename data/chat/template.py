@@ -37,8 +37,6 @@ OpenAI form) become a system message before all others.
 Every mistake is a BadSample that names the row, what was found and what was expected.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -9,8 +9,6 @@ stop, tokens, patches, FLOPs) references. A resume reads nothing before the curs
 is about to be packed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections import Counter

@@ -8,8 +8,6 @@ change with the step (`Schedule`), and `vision_share` fixes how much of the toke
 picture, whatever the weights are.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

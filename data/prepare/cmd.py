@@ -6,8 +6,6 @@ result is the same, byte for byte, for any number of workers and after any inter
 again to go on.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections import Counter, deque

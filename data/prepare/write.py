@@ -8,8 +8,6 @@ leaves out duplicates, and goes on where a killed run stopped:
     index.json  skipped.jsonl                      written last
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -9,8 +9,6 @@ URLs are read by fsspec, but http by the standard library, which needs no furthe
 bytes than were asked for, whatever a server sends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import gzip

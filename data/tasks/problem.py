@@ -23,8 +23,6 @@ Reinforcement learning asks it for problems and rewards, the source `problems` f
 `earlyfusion eval` for its exam, where it has one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ from records. A file of eval/benchmarks says its own name:
 The files are imported when a benchmark is first asked for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -14,8 +14,6 @@ tokenizers.
 The compressor: gzip -9 on all documents in one stream, each closed by one zero byte.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ likeliest of the 13 answers. Every question is asked again with a grey picture (
 loop asks the same task; with a limit the scores are over that many questions spread evenly over the split.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

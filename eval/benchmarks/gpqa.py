@@ -17,8 +17,6 @@ Chance is one quarter. One run of the diamond set cannot see a change of two poi
 to 3.6 points.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterable, Sequence

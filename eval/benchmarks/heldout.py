@@ -7,8 +7,6 @@ of them.
 samples are measured as training counts them (eval/heldout.py). Options (--set KEY=VALUE): see HeldoutOptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict

@@ -9,8 +9,6 @@ lm-eval 0.4.13 in place of a file is not merged with the registered task. Nothin
 switched off while it runs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

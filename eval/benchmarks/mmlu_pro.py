@@ -15,8 +15,6 @@ published.
 Data: --data FOLDER with test and validation as jsonl or parquet, or --data FILE (test; validation beside it).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property

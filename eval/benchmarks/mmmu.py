@@ -13,8 +13,6 @@ one thing: where nothing can be read out of an answer it guesses at random, unse
 and counts as unextracted.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import binascii

@@ -20,8 +20,6 @@ A record keeps all three; `seeing` = score - blind_score is what the picture add
 limit cut off is no answer: its beginning may be right by luck of where the cut fell.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter, defaultdict

@@ -6,8 +6,6 @@ An endpoint is asked for answers alone: hardly a server tells the log-probabilit
 where one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -12,8 +12,6 @@ more than a small model's forward pass. `QuickEncoder` encodes the parts by them
 against whole encodings.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The JSON files of a model directory: what they say, and what makes them unreadable."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -15,8 +15,6 @@ busy for --step-ms (`step_s` in the log of a run) waits for it. The recipe's fir
 loads it, by worker processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

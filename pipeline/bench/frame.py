@@ -3,8 +3,6 @@
 python -m earlyfusion.pipeline.bench.frame MODULE:FUNCTION JSON     one side: FUNCTION(**JSON) as a JSON line
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

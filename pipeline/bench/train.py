@@ -9,8 +9,6 @@ sides, under bf16 autocast on a GPU. Medians, and the ratio of neighbours in tim
 JSON. What a whole recipe does here stands in the log of its run (tokens/s, MFU).
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -6,8 +6,6 @@ and `data.sources` merge item by item by their `name`. A recipe that says `exten
 or a path) is laid over that recipe first. "null" in TOML (which has no null) means None.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

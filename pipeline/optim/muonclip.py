@@ -15,8 +15,6 @@ must be the same on every rank (with DDP or FSDP it is: gradients are reduced). 
 same step; sharded parameters (whole heads, whole experts) are updated where their rows are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

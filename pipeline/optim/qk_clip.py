@@ -17,8 +17,6 @@ micro-batches.
 Shapes: H heads, R rows of a weight, C columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ way, and its groups are routed like those of adamw.
 AdamW for everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias

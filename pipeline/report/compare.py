@@ -7,8 +7,6 @@ Paired deltas between evaluated models. A table on the terminal, compare.json, a
 loads nothing and shows what the table has no room for. The computation is eval/compare.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@
 `earlyfusion compare` reads the --out folders.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

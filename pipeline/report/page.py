@@ -26,8 +26,6 @@ Every part of a folder is optional, other keys and files are ignored; run.html s
 `recipe.toml`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

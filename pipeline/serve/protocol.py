@@ -5,8 +5,6 @@ and bounds their counts; what a server bounds by its own size (text, pictures, n
 and is looked at before anything is decoded or tokenised.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

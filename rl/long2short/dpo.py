@@ -14,8 +14,6 @@ summary.json and report.html.
 Legend: P pairs of the run, B pairs of a row, U tokens of their answers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

@@ -17,8 +17,6 @@ asked, token for token, and the text of the answer: what reinforcement learning 
 ask again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -11,8 +11,6 @@ Prompts with tools are answered in several turns (rl/rollouts/tools.py), in the 
 Legend: N answers of all groups, one after the other.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict, deque

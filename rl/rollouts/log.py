@@ -11,8 +11,6 @@ of a record depends on the clock, and a resume from update u drops what came aft
 resumed run equals that of one that was never interrupted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -15,8 +15,6 @@ it is no answer. Whatever a program does costs its own answer: it ends within it
 (eval/sandbox/host.py) and the model reads why.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence

@@ -36,8 +36,6 @@ Sources: Owen 2007 (Annals of Applied Statistics 1); Searle, Casella, McCulloch 
 Legend: P starts, R runs, I problems, B draws.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -21,8 +21,6 @@ pictures to words would need.
 Legend: N problems, D hidden size, C answers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence

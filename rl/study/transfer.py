@@ -14,8 +14,6 @@ need it. Every stage writes its own stage.log; OUT/study.jsonl holds {"time", "e
 stopped, "stage", "seconds", "code"}, one line an event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

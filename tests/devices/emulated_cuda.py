@@ -10,8 +10,6 @@ It needs device_guard.cpp, compiled and preloaded: see test_emulated_gpu.py. One
 back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
