@@ -86,7 +86,6 @@ class StageLoaders:
             length=stage.length,
             tokens=stage.tokens,
             max_patches=stage.max_patches,
-            max_vision_flops=stage.max_vision_flops,
             lanes=stage.lanes,
             rank=self.runtime.rank,
             world_size=self.runtime.world,

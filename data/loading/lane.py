@@ -56,17 +56,10 @@ class Geometry:
     """Positions of one micro-batch: rows x length, laid end to end."""
     max_patches: int
     """Most patches of one micro-batch."""
-    max_vision_flops: float | None = None
-    """Most forward FLOPs of the vision tower in one micro-batch; None for no limit."""
     lanes: int = 1
     """Micro-batches of one optimizer step, over all ranks."""
     stage: int = 0
     """Number of the training stage; each stage has an order of its own."""
-
-    @property
-    def max_cost(self) -> float:
-        """`max_vision_flops`, infinity for no limit."""
-        return math.inf if self.max_vision_flops is None else self.max_vision_flops
 
 
 @dataclass(frozen=True)
@@ -194,8 +187,8 @@ class Stream:
                 if self.spec.data.overlong == "skip":
                     refuse_longer(document, geometry.length)
                 # A picture that no batch can hold is refused by the cut.
-                limits = (geometry.length, geometry.max_patches, self.spec.tokenizer.ends_line)
-                stop = next_cut(document, self.start, *limits, self.spec.cost, geometry.max_cost)
+                newline = self.spec.tokenizer.ends_line
+                stop = next_cut(document, self.start, geometry.length, geometry.max_patches, newline)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
                     raise
@@ -372,7 +365,7 @@ class Lane:
         if geometry.lanes > 1:
             costs = sum(size.cost for size in sizes)
             aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
-        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
+        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, math.inf), aim)
 
         # From the end, so that the places of the others stay.
         documents = []

@@ -306,7 +306,7 @@ class Loader:
 
     Args:
         data, tokenizer, vision: what is read, and how it becomes tokens and patches.
-        sizes: what one micro-batch is (lane.Geometry): length, tokens, max_patches, max_vision_flops,
+        sizes: what one micro-batch is (lane.Geometry): length, tokens, max_patches,
             lanes (micro-batches of one optimizer step over all ranks, a multiple of `world_size`) and stage.
             Documents lie end to end, each known by its segment, so a row has no edge that anything could see.
         weights: mixture weights by source, in place of those of the config.
