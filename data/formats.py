@@ -55,13 +55,14 @@ from earlyfusion.data.sample import (
     utf8,
     within,
 )
+from earlyfusion.kernels.files import Record
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "webm", "avi", "mkv", "mov", "m4v", "gif")
 CODE = ("html", "htm", "svg", "jsx", "tsx", "vue", "css", "js", "tex", "xml")
 TEXTS = ("txt", "text", "md", "caption")
 MEDIA = (*PICTURES, *VIDEOS)
-Entry: TypeAlias = dict[str, Any]
+Entry: TypeAlias = Record
 """A JSON member; {} where there is none."""
 
 
@@ -137,7 +138,7 @@ class Group:
             raise self.bad(f"{what} is empty", "empty_text")
         return text.strip()
 
-    def objects(self, value: object, what: str) -> list[dict[str, Any]]:
+    def objects(self, value: object, what: str) -> list[Record]:
         """`value` if it is a list of JSON objects; raises BadSample otherwise."""
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.bad(f"{what}: expected a list of objects, got {value!s:.80}")

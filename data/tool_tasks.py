@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from random import Random
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
 
 from earlyfusion.data.synth.graph import COLOURS, Scene, on_side
+from earlyfusion.kernels.files import Record
 
 FILE = "image.png"
 """Name of the picture in the directory of the tool."""
@@ -126,7 +127,7 @@ class Task:
     question: str
     plan: str
     code: str
-    facts: dict[str, Any]
+    facts: Record
     output: str = ""
 
     @property
@@ -204,13 +205,13 @@ def make_task(subject: Subject, rng: Random, *, stored: bool) -> Task:
     return replace(task, question=where + task.question, code=f"{head}\n{task.code}")
 
 
-def filled(kinds: dict[str, tuple[str, str, str]], kind: str, facts: dict[str, Any]) -> Task:
+def filled(kinds: dict[str, tuple[str, str, str]], kind: str, facts: Record) -> Task:
     """The task of a kind with its facts in question, plan and program."""
     question, plan, code = (text.format(**facts) for text in kinds[kind])
     return Task(kind, question, plan, code, facts)
 
 
-def scene_facts(scene: Scene, kind: str, rng: Random) -> dict[str, Any] | None:
+def scene_facts(scene: Scene, kind: str, rng: Random) -> Record | None:
     """What a question about coloured shapes is about; None where the scene has nothing to ask about."""
     if kind == "count":
         return {}
@@ -236,7 +237,7 @@ def scene_facts(scene: Scene, kind: str, rng: Random) -> dict[str, Any] | None:
     return None
 
 
-def grid_facts(grid: Grid, kind: str, rng: Random) -> dict[str, Any]:
+def grid_facts(grid: Grid, kind: str, rng: Random) -> Record:
     """What a question about an array is about; its program goes on from `a`."""
     rows, columns = grid.array.shape
     if kind == "crop":

@@ -28,7 +28,6 @@ import numpy as np
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.harness import RECORDS, SUMMARY, read_records
-from earlyfusion.eval.protocol import Record
 from earlyfusion.eval.stats import (
     ALPHA,
     Array,
@@ -40,6 +39,7 @@ from earlyfusion.eval.stats import (
     sign_flip_p,
     smallest_delta,
 )
+from earlyfusion.kernels.files import Record
 
 PUBLISHED = {"mmlu_pro": 0.017, "gpqa_diamond": 0.021}
 """Change after vision RL that the Kimi K2.5 report (arXiv 2602.02276, Table 2) gives; no control arm, no

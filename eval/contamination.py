@@ -24,8 +24,8 @@ from typing import Any
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.eval.benchmarks.base import BaseTask, mean
 from earlyfusion.eval.harness import RECORDS, read_records
-from earlyfusion.eval.protocol import EvalError, Question, Record, prompt_text
-from earlyfusion.kernels.files import write_json
+from earlyfusion.eval.protocol import EvalError, Question, prompt_text
+from earlyfusion.kernels.files import Record, write_json
 
 NGRAM, SHORTEST = 13, 8
 _WORD = re.compile(r"[^\W_]+")

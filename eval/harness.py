@@ -27,13 +27,12 @@ from earlyfusion.eval.protocol import (
     LossRequest,
     Model,
     Question,
-    Record,
     Request,
     RollingRequest,
     ScoreRequest,
     prompt_hash,
 )
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 
 EXAMPLES = 3
 UNREAD = (

@@ -19,16 +19,12 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.kernels.files import Record
 
 Prompt: TypeAlias = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""
 UNHASHED = ("shared", "seed", "source", "key")
 """What a request holds beside the question: a hint, the noise, and the names of a sample."""
-
-
-Record: TypeAlias = dict[str, Any]
-"""A JSON object: a line of a task's JSONL (id, repeat, category, seed, prompt_hash, output, extracted, score,
-tokens, and what else the task's `score` returned; one per question and repeat), settings, numbers."""
 
 
 class EvalError(DataError):

@@ -17,6 +17,9 @@ from typing import Any
 
 from earlyfusion.kernels.errors import UserError
 
+Record = dict[str, Any]
+"""A JSON object: a line of a log, a file of facts, a section of a recipe."""
+
 
 @contextmanager
 def replacing(path: str | Path, sync: bool = True) -> Iterator[Path]:

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import replacing, write_atomic
+from earlyfusion.kernels.files import Record, replacing, write_atomic
 from earlyfusion.pipeline.config.compose import dump, explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 
@@ -59,7 +59,7 @@ class RunFacts:
     recipe: the resolved recipe (`compose.dump`). tokenizer_hash: any text that identifies the vocabulary.
     """
 
-    recipe: dict[str, Any]
+    recipe: Record
     tokenizer_hash: str
     vocab_size: int
 
@@ -70,11 +70,11 @@ class Loaded:
 
     path: Path
     step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    trainer: dict[str, Any]
+    model: Record
+    optimizer: Record
+    trainer: Record
     lanes: dict[int, Any]
-    rng: list[dict[str, Any]]
+    rng: list[Record]
 
     def restore_rng(self, rank: int, seed: int) -> None:
         """This rank's generators as they were; a rank that did not exist then gets a seed of its own."""
@@ -114,7 +114,7 @@ def load_tree(stem: Path) -> Any:
     path = stem.with_name(stem.name + ".safetensors")
     tensors = load_file(path) if path.exists() else {}
 
-    def decode(value: dict[str, Any]) -> Any:
+    def decode(value: Record) -> Any:
         if "__tensor__" in value:
             return tensors[value["__tensor__"]]
         if "__tuple__" in value:

@@ -44,6 +44,7 @@ from torch import nn
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -159,10 +160,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> Record:
     """State of every generator that training may draw from, in this process."""
     kind, words, *rest = np.random.get_state()
-    state: dict[str, Any] = {
+    state: Record = {
         "python": random.getstate(),
         "numpy": (kind, np.asarray(words).tolist(), *rest),  # plain numbers: no array in a checkpoint
         "torch": torch.get_rng_state(),
@@ -172,7 +173,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Record) -> None:
     """Put back what `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

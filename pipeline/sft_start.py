@@ -19,6 +19,7 @@ from torch import Tensor
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import load_config, model_folder
@@ -30,7 +31,7 @@ TABLES = ("decoder.embed_tokens.weight", "decoder.lm_head.weight")
 """Tensors with one row for every entry of the vocabulary."""
 
 
-def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_start(tree: Mapping[str, Any]) -> Record:
     """A composed recipe with `model`, `vision` and `tokenizer` as the directory of `run.init_from` has them.
 
     Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is
@@ -106,7 +107,7 @@ def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) 
     )
 
 
-def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
+def _without_vocabulary(config: FusionConfig) -> Record:
     plain = config.model_dump(mode="json", exclude={"media_token_id"})
     return plain | {"text": {key: value for key, value in plain["text"].items() if key not in VOCABULARY}}
 

@@ -20,7 +20,7 @@ from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import plain, read_jsonl, write_atomic
+from earlyfusion.kernels.files import Record, plain, read_jsonl, write_atomic
 from earlyfusion.pipeline.config.compose import dump, flatten
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
@@ -56,7 +56,7 @@ def check_trackers(trackers: Sequence[str]) -> None:
             )
 
 
-def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, event: str | None = None) -> list[Record]:
     """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left
     out."""
     return [record for record in read_jsonl(path) if event is None or record.get("event") == event]

@@ -37,13 +37,13 @@ from torch import nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import function_at
+from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
-TOWERS: dict[str, Any] = {}
+TOWERS: Record = {}
 """Every registered tower by its name."""
 
 

@@ -32,6 +32,7 @@ from earlyfusion.data.loading.encode import (
 from earlyfusion.data.loading.order import Blend, Permutation, Schedule
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import Record
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 
@@ -92,12 +93,12 @@ class Spec:
             sources[config.name] = source
         return sources
 
-    def identity(self, sources: Mapping[str, Source]) -> dict[str, Any]:
+    def identity(self, sources: Mapping[str, Source]) -> Record:
         """What a saved cursor belongs to; a resume with another identity is refused, naming the
         differences."""
         vision, decode = self.vision, self.data.decode
         # Whatever changes the tokens of a document or the order they come in.
-        facts: dict[str, Any] = {
+        facts: Record = {
             "version": 4,
             "seed": self.data.seed,
             "lookahead": self.data.lookahead,
@@ -148,7 +149,7 @@ class Stream:
         """Documents of this lane already finished; first token of the next piece inside the current one."""
         self.documents = self.tokens = 0
         """Documents read and their tokens, those left out not counted."""
-        self.skipped: list[dict[str, Any]] = []
+        self.skipped: list[Record] = []
         """Samples left out and not yet taken for the log."""
         self._document: Encoded | None = None
 
@@ -285,7 +286,7 @@ class Lane:
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Everything the next batch depends on, as JSON types."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
@@ -297,7 +298,7 @@ class Lane:
             "skips": [list(span) for span in self.skips],
         }
 
-    def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
+    def next_batch(self) -> tuple[PackedBatch, list[Record]]:
         """The next micro-batch, and the samples left out on the way (loader.py); raises DataExhausted when
         every source has reached its max_epochs."""
         # Order matters: a skip moves the cursors that the refill reads from.
@@ -375,7 +376,7 @@ class Lane:
             documents.append(held.piece or self.streams[name].encoded(epoch, index).piece(start, stop))
         return documents[::-1]
 
-    def _take_skipped(self) -> list[dict[str, Any]]:
+    def _take_skipped(self) -> list[Record]:
         """Samples left out since the last step, counted and with their place in the run."""
         entries = []
         place = {"stage": self.spec.geometry.stage, "lane": self.index, "step": self.steps + 1}
@@ -401,7 +402,7 @@ class Lane:
             self.steps += count
 
 
-def add_skip(state: dict[str, Any], first: int, end: int) -> None:
+def add_skip(state: Record, first: int, end: int) -> None:
     """Enter the range of steps [first, end) into a lane's state; overlapping ranges become one."""
     spans: list[list[int]] = []
     # Sorted by their beginnings, ranges that meet stand side by side.

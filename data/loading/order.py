@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.files import Record
 
 _MASK = (1 << 64) - 1
 
@@ -119,7 +120,7 @@ class Mixture:
         due = self._due(available, ahead=1)
         return max(due, key=due.__getitem__, default=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Weights and account as JSON types."""
         # The weights, too: those in force are part of where the account stands.
         return {name: dict(table) for name, table in vars(self).items()}
@@ -251,7 +252,7 @@ class Blend:
                 " vision_share cannot be reached; set vision = false for sources of text"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Both accounts as JSON types; the schedule belongs to the caller, like that of the learning rate."""
         return {"sources": self.sources.state_dict(), "kinds": self.kinds.state_dict(), "blank": self.blank}
 

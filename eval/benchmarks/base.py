@@ -27,12 +27,12 @@ from earlyfusion.eval.protocol import (
     Model,
     Prompt,
     Question,
-    Record,
     Request,
     ScoreRequest,
     TaskOptions,
 )
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 
 Item = TypeVar("Item")
 Factory = TypeVar("Factory", bound=Callable[[TaskOptions], "BaseTask"])

@@ -25,9 +25,10 @@ from earlyfusion.data.sources.base import Options, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.heldout import Loss, summary
-from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request
+from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Request
 from earlyfusion.eval.samples import prompted
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 
 
 class HeldoutOptions(Options):

@@ -36,7 +36,8 @@ from earlyfusion.eval.benchmarks.base import (
     spread,
     summarize,
 )
-from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request
+from earlyfusion.eval.protocol import EvalError, Model, Question, Request
+from earlyfusion.kernels.files import Record
 
 CONTEXT, SHOTS = 4096, 5
 COT = "Let's think step by step."

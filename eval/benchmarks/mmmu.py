@@ -26,7 +26,8 @@ from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring import LETTERS, open_match
 from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
-from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record
+from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question
+from earlyfusion.kernels.files import Record
 
 _PICTURE_FIELDS = "image images img picture photo image_path video videos".split()
 _PLACEHOLDER = re.compile(r"<image (\d)>")

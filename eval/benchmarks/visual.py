@@ -35,14 +35,8 @@ from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
-from earlyfusion.eval.protocol import (
-    Generation,
-    Prompt,
-    Question,
-    Record,
-    Request,
-    TaskOptions,
-)
+from earlyfusion.eval.protocol import Generation, Prompt, Question, Request, TaskOptions
+from earlyfusion.kernels.files import Record
 
 DEFAULT_QUESTIONS = 600
 GREY = 128

@@ -13,21 +13,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from earlyfusion.eval.models.engine import load_own
 from earlyfusion.eval.models.hf import load_hf
 from earlyfusion.eval.models.tokens import content_parts, cut_at, has_media
-from earlyfusion.eval.protocol import (
-    EvalError,
-    GenerateRequest,
-    Generation,
-    Model,
-    Record,
-    prompt_text,
-)
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, Model, prompt_text
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.hub.config import model_folder
 
 TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
@@ -139,7 +132,7 @@ def open_model(
     if given.startswith(("http://", "https://")):
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
 
-    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype, None)}
+    options: Record = {"device": device, "dtype": getattr(torch, dtype, None)}
     options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
         return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)

@@ -34,11 +34,11 @@ from earlyfusion.eval.protocol import (
     Generation,
     LogProb,
     Prompt,
-    Record,
     RollingRequest,
     ScoreRequest,
     prompt_text,
 )
+from earlyfusion.kernels.files import Record
 
 Ids = tuple[int, ...]
 Encode = Callable[[str, bool], Sequence[int]]
@@ -289,7 +289,7 @@ class QuickEncoder:
         return ids
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, Any]:
+def weights_of(model: torch.nn.Module) -> Record:
     """What was evaluated: sha256 over names and values of the tensors, dtype and number of parameters."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

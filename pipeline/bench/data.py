@@ -44,6 +44,7 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, run_side, save_record
 from earlyfusion.pipeline.config.compose import load_config
@@ -197,7 +198,7 @@ def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.
         decoder = there.SampleDecoder(image_decode="pil")
 
         @there.stateless  # type: ignore[untyped-decorator]
-        def encode_sample(self, sample: Any) -> dict[str, Any]:
+        def encode_sample(self, sample: Any) -> Record:
             keys = {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__}
             return {**keys, "patches": pil_patches(sample.image, cfg)[0]}
 
@@ -215,7 +216,7 @@ def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.
         yield sample["patches"]
 
 
-PATCHES: dict[str, Any] = {
+PATCHES: Record = {
     "ours": our_patches,
     "ours-exact": partial(our_patches, fast=False),
     "webdataset": plain_patches,

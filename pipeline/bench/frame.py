@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.runtime import installed
 
-Result = dict[str, Any]
+Result = Record
 # What a figure depends on beside the device.
 PACKAGES = ("torch", "triton", "fla-core", "transformers")
 

@@ -41,7 +41,7 @@ from markupsafe import Markup
 from PIL import Image as PILImage
 
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import read_jsonl, write_atomic
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic
 from earlyfusion.pipeline.progress import is_finite
 from earlyfusion.pipeline.report.charts import lines, spans
 
@@ -50,10 +50,9 @@ from earlyfusion.pipeline.report.charts import lines, spans
 
 Series = tuple[list[float], list[float]]
 """Steps, values."""
-Record = Mapping[str, Any]
 
 
-def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]:
+def read_run(run_dir: str | Path, about: str = "Training run") -> Record:
     """A run folder as a dict: title, note, train (records), marks (steps at which the guard acted), events,
     results...
 
@@ -69,14 +68,14 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
     # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
-    of: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    of: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of[str(record.get("event"))].append(record)
 
     recipe = directory / "recipe.toml"
     facts = read_dict(directory / "facts.json")
     # Measurements of one name are one curve.
-    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    results: dict[str, list[Record]] = defaultdict(list)
     for record in read_steps(directory / "eval"):
         results[str(record.get("name"))].append(record)
     told = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "name"]
@@ -97,13 +96,13 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     }
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
+def read_steps(folder: Path) -> list[Record]:
     """The JSON objects of a folder that name their step, by step."""
     records = [read_dict(path) for path in sorted(folder.glob("*.json"))]
     return sorted((r for r in records if is_finite(r.get("step"))), key=lambda record: record["step"])
 
 
-def read_dict(path: Path) -> dict[str, Any]:
+def read_dict(path: Path) -> Record:
     """The JSON object of a file; {} when there is none that can be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -243,7 +242,7 @@ def write_report(run_dir: str | Path) -> Path:
     return write_page(run["folder"] / "report.html", "run.html", run | functions)
 
 
-def expert_load(train: Sequence[Record]) -> dict[str, Any]:
+def expert_load(train: Sequence[Record]) -> Record:
     """The latest load of every expert relative to a fair share (matrix: layer by expert); {} without
     experts."""
     tables = [record for record in train if record.get("expert_load")]

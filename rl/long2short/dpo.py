@@ -35,7 +35,7 @@ from earlyfusion.eval.measure import Answer, ask
 from earlyfusion.eval.measured import solved
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic, write_json, write_jsonl
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.model.hub.folder import load_model
@@ -130,7 +130,7 @@ def pair_lines(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:
     for pair in pairs:
         one = answered[pair.problem]
         problem = one.prompt.problem
-        told: dict[str, Any] = {"label": one.label, "key": problem.key, "target": problem.target}
+        told: Record = {"label": one.label, "key": problem.key, "target": problem.target}
         for name, index in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             answer = one.answers[index]
             told[name] = {"text": answer.text, "ids": answer.ids, "right": answer.right}
@@ -169,7 +169,7 @@ def dpo_loss(logp_B2: Tensor, reference_B2: Tensor, beta: float = 0.1) -> tuple[
 
 # The two that shortening trades.
 METRICS = ("accuracy", "tokens")
-Row = dict[str, Any]
+Row = Record
 
 
 def judged(question: Any, own: Sequence[Answer], way: str, rewards: Rewards) -> Row:
@@ -359,7 +359,7 @@ class DpoRun:
         self.model.eval()
         return not stopped
 
-    def update(self, batch: list[int], total: int) -> dict[str, Any]:
+    def update(self, batch: list[int], total: int) -> Record:
         """One update; its numbers: margin is beta times the log ratio of chosen minus that of rejected, in
         nats, chosen and rejected the mean log ratios to the start, in nats an answer."""
         begun, config, runtime = time.perf_counter(), self.config, self.runtime

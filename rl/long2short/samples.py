@@ -34,7 +34,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic, write_json, write_jsonl
 from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -102,7 +102,7 @@ def recipe_of(options: SampleOptions, more: Mapping[str, Any]) -> RLConfig:
     if base is None:
         base = {"tasks": [entry_of(label).model_dump(mode="json") for label in options.tasks]}
     out, degree = Path(options.out), options.temperature
-    asked: dict[str, Any] = {
+    asked: Record = {
         "run": {"name": out.name, "out": options.out, "init_from": options.model, "seed": options.seed},
         "rollout": {"group_size": options.samples},
         "temperature": {"start": degree, "end": degree},
@@ -227,7 +227,7 @@ class Sampler:
             found.append(Answered(prompt, self.config.tasks[prompt.entry].label, answers))
         return found
 
-    def _known(self) -> list[dict[str, Any]]:
+    def _known(self) -> list[Record]:
         """The lines that are there."""
         head, *lines = read_jsonl(self.path) or [{"settings": self.settings}]
         old = head.get("settings", {})
@@ -239,7 +239,7 @@ class Sampler:
             )
         return lines
 
-    def _part(self, start: int) -> list[dict[str, Any]]:
+    def _part(self, start: int) -> list[Record]:
         """Sample and judge the next part."""
         options, asked = self.config.rollout, self.asked[start : start + PART]
         params = SamplingParams(
@@ -257,7 +257,7 @@ class Sampler:
         groups = [Group(prompt, answers) for prompt, answers in zip(asked, made)]
         scored = iter(score(self.rewards, groups))
 
-        lines: list[dict[str, Any]] = []
+        lines: list[Record] = []
         for group in groups:
             answers = []
             for one in group.trajectories:

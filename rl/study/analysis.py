@@ -49,6 +49,7 @@ from numpy.typing import NDArray
 
 from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
 from earlyfusion.eval.stats import ALPHA, Estimate, holm, interval, mean_estimate
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.report.page import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
 
@@ -59,7 +60,7 @@ CONTROLS = ("random", "sft", "text", "unrelated")
 """Arms that every arm is compared with, where the study has them, besides its own `against`."""
 SHARPER = ("random", "sft")
 """Controls an arm must beat before its gain may be called its own."""
-Row = dict[str, Any]
+Row = Record
 
 
 @dataclass
@@ -68,8 +69,8 @@ class Model:
     model's entropy ({} for a start); probe: "fitted on>read off" -> accuracy by depth ({} without probes)."""
 
     records: dict[str, dict[str, Measured]]
-    matched: dict[str, Any]
-    probe: dict[str, Any]
+    matched: Record
+    probe: Record
 
 
 Models = Mapping[str, Mapping[int, Sequence[Model]]]
@@ -345,7 +346,7 @@ def word(row: Mapping[str, Any], p_holm: float) -> str:
 # ---- Rules of place.
 
 
-def shortcut(records: Iterable[Measured]) -> dict[str, Any] | None:
+def shortcut(records: Iterable[Measured]) -> Record | None:
     """What a rule that reads no meaning solves of these problems: the best rule of place; None where no
     answer stands in the words (pictures, most counts).
 

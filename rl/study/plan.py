@@ -25,6 +25,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.recipe import RLConfig, entry_of
@@ -39,7 +40,7 @@ Form = Literal["picture", "twin", "rendered"]
 class PretrainSection(Section):
     recipes: list[str] = Field(min_length=1)
     """Recipes of `earlyfusion pretrain`, composed left to right."""
-    overrides: dict[str, Any] = {}
+    overrides: Record = {}
     """Dotted key -> value."""
 
 
@@ -72,7 +73,7 @@ class Arm(Section):
     """Controls of this arm besides random, sft, text and unrelated."""
     power: float = Field(1.0, gt=0)
     """Power of its scores (TaskEntry.power), for skills that pay partial credit."""
-    config: dict[str, Any] = {}
+    config: Record = {}
     """Laid over the study's [rl]; `data.sources` in it are curated documents."""
 
     @property
@@ -96,7 +97,7 @@ class StudyConfig(Section):
     """Form whose greedy accuracy is the primary metric."""
     pretrain: PretrainSection
     measure: MeasureSection = MeasureSection()
-    rl: dict[str, Any] = {}
+    rl: Record = {}
     """Recipe of `earlyfusion rl` without tasks, for all arms."""
     arms: list[Arm] = Field(min_length=1)
 
@@ -150,7 +151,7 @@ class StudyConfig(Section):
         """Every arm with the number of its run, of one start."""
         return [(arm, run) for run in range(self.rl_seeds) for arm in self.arms]
 
-    def recipe(self, arm: Arm) -> dict[str, Any]:
+    def recipe(self, arm: Arm) -> Record:
         """The reinforcement learning recipe of an arm, as a plain dict."""
         # Measuring during a run is for its curves: off unless the study asks for it.
         tree = merge({"run": {"name": arm.name}, "eval": {"problems": 0}}, merge(self.rl, arm.config))
@@ -158,7 +159,7 @@ class StudyConfig(Section):
         tree["eval"].setdefault("tasks", [self.entry("{skill}/picture"), self.entry("{skill}/twin")])
         return tree
 
-    def entry(self, text: str) -> dict[str, Any]:
+    def entry(self, text: str) -> Record:
         """A label as an entry of a recipe, with the skills filled in."""
         entry = entry_of(text.replace("{skill}", self.skill).replace("{unrelated}", self.unrelated))
         return entry.model_dump(include={"name", "difficulty", "form", "thought"})

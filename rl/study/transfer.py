@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import write_page
@@ -190,7 +190,7 @@ class Runner:
         return self._ended(stage, await ended, time.monotonic() - begun)
 
     def _ended(self, stage: Stage, code: int, seconds: float) -> bool:
-        about: dict[str, Any] = {"seconds": round(seconds, 2), "code": code}
+        about: Record = {"seconds": round(seconds, 2), "code": code}
         good = code == 0 and (stage.done or stage.partial)
         if good:
             shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)  # the model is kept
