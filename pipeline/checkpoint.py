@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.data.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def save_tree(stem: Path, tree: Any) -> None:
     Raises TypeError for what cannot be written without pickle, and for a sharded tensor; UserError where the
     disk has no room, before a tensor is written.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     skeleton = _encode(tree, "", tensors, {})
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(stem.parent).free
     if free < needed + MARGIN_BYTES:
@@ -125,13 +125,13 @@ def load_tree(stem: Path) -> Any:
     return json.loads(text, object_hook=decode)
 
 
-def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], written: dict[Any, Any]) -> Any:
+def _encode(value: Any, place: str, tensors: dict[str, Tensor], written: dict[Any, Any]) -> Any:
     """A tree as JSON values; its tensors are put into `tensors` by the name that stands in their place.
     written: memory -> (name, tensor); holding the tensor keeps its address from being used again."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     # (A sharded tensor would be written as its first shard alone.)
-    if isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor"):
+    if isinstance(value, Tensor) and not hasattr(value, "full_tensor"):
         tensor = value.detach()
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if not tensor.numel() or memory not in written:

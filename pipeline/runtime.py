@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
@@ -259,7 +259,7 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: torch.Tensor | float | int) -> torch.Tensor:
+    def sum(self, values: Tensor | float | int) -> Tensor:
         """Element-wise sum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
@@ -268,11 +268,11 @@ class Runtime:
         sums = self.sum(torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
         return dict(zip(values, sums, strict=True))
 
-    def max(self, values: torch.Tensor | float | int) -> torch.Tensor:
+    def max(self, values: Tensor | float | int) -> Tensor:
         """Element-wise maximum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: torch.Tensor | float | int, op: Any) -> torch.Tensor:
+    def _reduce(self, values: Tensor | float | int, op: Any) -> Tensor:
         # float64: sums of a million tokens must not depend on the number of ranks.
         reduced = torch.as_tensor(values).detach().to(device=self.device, dtype=torch.float64, copy=True)
         if self.world > 1:

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from PIL import Image as PILImage
 from pydantic import Field, FiniteFloat, PositiveInt
+from torch import Tensor
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.decode import decode_picture
@@ -144,7 +145,7 @@ def shards_of(shards: Sequence[str]) -> SourceConfig:
 # again and again: the caller says how much is timed.
 
 
-def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> Iterator[torch.Tensor]:
+def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> Iterator[Tensor]:
     decode = DecodeConfig(fast=fast)
     source = build_source(shards_of(shards), val_fraction=0.0)
     for index in cycle(range(len(source))):
@@ -153,7 +154,7 @@ def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> 
                 yield decode_picture(segment.image, cfg, decode).items[0][0]
 
 
-def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor, int]:
+def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[Tensor, int]:
     """Pillow's bicubic to the size, pad, cut; (patches, tokens)."""
     # The same geometry as ours: what is compared is the way, not the size.
     rgb = to_rgb(image)
@@ -165,14 +166,14 @@ def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor,
     return patchify(canvas, cfg.patch_size), num_tokens(grid_of(size, cfg), cfg.merge_kernel_size)
 
 
-def plain_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.Tensor]:
+def plain_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[Tensor]:
     import webdataset
 
     for sample in webdataset.WebDataset(shards, shardshuffle=False).decode("pil").repeat():
         yield pil_patches(sample["jpg"], cfg)[0]
 
 
-def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.Tensor]:
+def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[Tensor]:
     """In the order of the shards, without worker processes; raises where Energon cannot be imported."""
     from megatron import energon
     from megatron.energon.flavors import BaseWebdatasetFactory
@@ -270,7 +271,7 @@ class PlainSample:
     def __init__(self, cfg: VisionConfig) -> None:
         self.cfg, self.tokenizer = cfg, embedded_tokenizer()
 
-    def __call__(self, sample: tuple[PILImage.Image, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, sample: tuple[PILImage.Image, str]) -> tuple[Tensor, Tensor]:
         patches, count = pil_patches(sample[0], self.cfg)
         token = self.tokenizer
         # The tokens that our own encoding gives, so that counts compare.
@@ -278,7 +279,7 @@ class PlainSample:
         return torch.tensor(ids), patches
 
 
-def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """torch's usual collation: every row as long as the longest, filled up with -1."""
     ids, patches = zip(*samples)
     return torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=-1), torch.cat(patches)
