@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from earlyfusion.eval.compare import CompareError, compare_arms, load_arm
+from earlyfusion.eval.compare import compare_arms, load_arm
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.figures import show
@@ -31,10 +31,6 @@ class CompareOptions(Options):
     """evaluation folder of the treated model; several seeds likewise"""
     control: str = ""
     """arm that got everything but the treatment (same compute)"""
-    control_base: str = ""
-    """where the control began, if not at BASE"""
-    paired_seeds: bool = False
-    """run i of BASE and TREATED share a training seed"""
     metric: str = "score"
     """number of the records: score, mae, cer, iou, ..."""
     out: Path = Path("compare")
@@ -44,21 +40,12 @@ class CompareOptions(Options):
 @verb
 def compare(options: CompareOptions) -> None:
     """Print the table, write numbers and page."""
-    # Mistakes of words before anything is read.
-    if options.control_base and not options.control:
-        raise CompareError("--control-base without --control: name the control arm as well")
     given = {"base": options.base, "treated": options.treated, "control": options.control}
-    given["control base"] = options.control_base
     arms = {name: load_arm(name, place, options.metric) for name, place in given.items() if place}
     base, treated = arms["base"], arms["treated"]
-    if options.paired_seeds and len(base.runs) != len(treated.runs):
-        runs = f"{len(base.runs)} base runs and {len(treated.runs)} treated runs"
-        raise CompareError(f"--paired-seeds: {runs}; give equally many, in order")
 
     # One dict for the terminal, the JSON file and the page.
-    others = arms.get("control"), arms.get("control base")
-    compared = compare_arms(base, treated, *others, paired_seeds=options.paired_seeds)
-    result = {"metric": options.metric, **compared}
+    result = {"metric": options.metric, **compare_arms(base, treated, arms.get("control"))}
     unit = Unit(result)
     show(f"treated - base, {unit.name}", table(result, unit))
     # Several seeds: whether the gain holds for others is said apart.
