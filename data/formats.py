@@ -559,7 +559,7 @@ BUILDERS: dict[str, Callable[[Group, Entry, Any, int], list[Segment]]] = {
 """Format -> function(group, JSON, options, epoch)."""
 
 
-def chosen_format(manifest: Mapping[str, Any] | None) -> str:
+def chosen_format(manifest: Record | None) -> str:
     """The format that a preparation was told to take (prepare --format); "auto" where it was told none."""
     chosen = (manifest or {}).get("format")
     # The manifest is a file of others: what it says may be anything.

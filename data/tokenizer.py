@@ -248,7 +248,7 @@ def _object(path: Path) -> Record:
     return json_object(path.read_bytes())
 
 
-def _refuse_growth(found: Mapping[str, Any]) -> None:
+def _refuse_growth(found: Record) -> None:
     """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as
     long.
 

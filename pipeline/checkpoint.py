@@ -220,9 +220,9 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: Mapping[str, Any],
-        optimizer: Mapping[str, Any],
-        trainer: Mapping[str, Any],
+        model: Record,
+        optimizer: Record,
+        trainer: Record,
         lanes: Mapping[int, Any],
     ) -> Path:
         """Write the state after `step` updates. Every rank calls it; returns the folder on every rank.
@@ -385,7 +385,7 @@ def _fsync(folder: Path) -> None:
         os.close(handle)
 
 
-def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
+def check_resume(run: Record, facts: RunFacts, path: Path) -> None:
     """UserError when the run that wrote `run` (run.json) is not the run that `facts` describes."""
     changes = refused_on_resume(run["recipe"], facts.recipe)
     if run["vocab_size"] != facts.vocab_size:

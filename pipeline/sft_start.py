@@ -10,9 +10,8 @@ free ids, and the rows of the embedding (and of an untied head) that belong to t
 of the tokens that were there before. The model card says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ TABLES = ("decoder.embed_tokens.weight", "decoder.lm_head.weight")
 """Tensors with one row for every entry of the vocabulary."""
 
 
-def with_start(tree: Mapping[str, Any]) -> Record:
+def with_start(tree: Record) -> Record:
     """A composed recipe with `model`, `vision` and `tokenizer` as the directory of `run.init_from` has them.
 
     Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is
@@ -62,11 +61,11 @@ def with_start(tree: Mapping[str, Any]) -> Record:
     }
 
 
-def _check_same(section: str, given: Mapping[str, Any], found: Mapping[str, Any], directory: str) -> None:
+def _check_same(section: str, given: Record, found: Record, directory: str) -> None:
     for key, value in given.items():
         if key in VOCABULARY:
             continue
-        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
             _check_same(f"{section}.{key}", value, found[key], directory)
         elif key not in found or found[key] != value:
             raise UserError(

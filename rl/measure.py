@@ -21,10 +21,10 @@ shown.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -323,7 +323,7 @@ def asked_for(options: MeasureOptions) -> tuple[list[TaskEntry], RolloutSection,
     return entries, rollout, weaker
 
 
-def show_differences(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def show_differences(title: str, rows: Sequence[Record]) -> None:
     """Print paired differences: those of eval.measured.paired, and of long2short."""
     columns: dict[str, Record] = {}
     for row in rows:

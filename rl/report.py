@@ -269,7 +269,7 @@ def task_options(recipe: str) -> dict[str, Record]:
     return {entry.name: entry.options for entry in (*config.measured, *config.tasks)}
 
 
-def redraw(key: str, form: str, target: str, options: Mapping[str, Any]) -> PILImage.Image | None:
+def redraw(key: str, form: str, target: str, options: Record) -> PILImage.Image | None:
     """The picture of a problem, which no measurement stores: a function of its key. options: of the recipe's
     tasks, by name.
 

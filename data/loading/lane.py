@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
@@ -262,7 +262,7 @@ class Lane:
         sources: Mapping[str, Source],
         index: int,
         watch: Watch,
-        state: Mapping[str, Any] | None = None,
+        state: Record | None = None,
     ) -> None:
         self.spec, self.index, self.watch = spec, index, watch
         # Every lane has cursors of its own: the ranks share nothing.

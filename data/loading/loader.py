@@ -64,7 +64,7 @@ MIN_READ = 200
 _PIPE_BYTES, _SET_PIPE_SIZE = 1 << 20, 1031
 """1 MiB in place of 64 KiB; F_SETPIPE_SZ of Linux."""
 
-States = Mapping[int, Mapping[str, Any] | None]
+States = Mapping[int, Record | None]
 
 
 class Step(NamedTuple):
@@ -270,7 +270,7 @@ def skip_file(folder: str | Path, rank: int = 0) -> Path:
     return Path(folder) / (FILE if rank == 0 else f"skipped-rank{rank}.jsonl")
 
 
-def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def append_skipped(path: Path, entries: Sequence[Record]) -> None:
     """Add lines in one write, so that a kill tears at most the last."""
     # The first loss may come before the run has written anything.
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +291,7 @@ def read_skipped(folder: str | Path) -> list[Record]:
     return [found[place] for place in sorted(found)]
 
 
-def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+def total(states: Iterable[Record]) -> dict[str, Counter[str]]:
     """Sums over lanes of their counts (`Lane.counts`), from their states."""
     # From the states and not from the lanes, which may live in another process.
     sums: dict[str, Counter[str]] = {}
@@ -426,7 +426,7 @@ class Loader:
         lanes = {str(lane): deepcopy(state) for lane, state in self._states.items()}
         return {"identity": self._identity, "lanes": lanes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken, bit for bit.
 
         On another number of ranks, give the merged states of all (`merge_states`). Raises DataError, naming
@@ -469,7 +469,7 @@ class Loader:
         return {**counts, "positions": positions, "epochs": epochs, "shares": shares}
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> Record:
+def merge_states(states: Sequence[Record]) -> Record:
     """The states of all ranks of a run as one, which any number of ranks can load."""
     lanes: Record = {}
     for state in states:

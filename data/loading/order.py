@@ -11,7 +11,6 @@ picture, whatever the weights are.
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.files import Record
@@ -125,7 +124,7 @@ class Mixture:
         # The weights, too: those in force are part of where the account stands.
         return {name: dict(table) for name, table in vars(self).items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken."""
         for name, table in state.items():
             setattr(self, name, dict(table))
@@ -256,7 +255,7 @@ class Blend:
         """Both accounts as JSON types; the schedule belongs to the caller, like that of the learning rate."""
         return {"sources": self.sources.state_dict(), "kinds": self.kinds.state_dict(), "blank": self.blank}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken."""
         self.sources.load_state_dict(state["sources"])
         self.kinds.load_state_dict(state["kinds"])

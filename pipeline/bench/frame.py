@@ -118,7 +118,7 @@ def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
     return names
 
 
-def save_record(out: str, options: Mapping[str, Any], **parts: Any) -> None:
+def save_record(out: str, options: Record, **parts: Any) -> None:
     """Write the parts as JSON, with what a figure depends on beside the code, and say where."""
     device = platform.processor() or platform.machine()
     if torch.cuda.is_available():

@@ -37,7 +37,7 @@ FREE_ON_RESUME = re.compile(
 ABSENT = "(absent)"
 """Stands in a Change where a side has no such key."""
 
-Recipe = str | Path | Mapping[str, Any]
+Recipe = str | Path | Record
 
 
 class Change(NamedTuple):
@@ -86,13 +86,13 @@ def read_toml(path: Path, what: str) -> Record:
         raise UserError(f"{what} {path}: not valid TOML: {error}") from None
 
 
-def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> Record:
+def merge(left: Record, right: Record, path: str = "") -> Record:
     """`right` laid over `left` by the rules of this module; neither is changed."""
     merged = dict(left)
     for key, value in right.items():
         where = f"{path}.{key}" if path else key
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if isinstance(old, dict) and isinstance(value, dict):
             value = merge(old, value, where)
         # Other lists are replaced: joined ones could never get shorter.
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
@@ -192,7 +192,7 @@ def load_config(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] 
     return config
 
 
-def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
+def validate(tree: Record, schema: Any = RunConfig) -> Any:
     """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one line."""
     try:
         return schema.model_validate(tree)
@@ -262,14 +262,14 @@ def recipe_hash(config: BaseModel) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def diff(old: Record, new: Record) -> list[Change]:
     """Every key whose value differs between two resolved recipes (see `dump`), in key order."""
     left, right = dict(flatten(old)), dict(flatten(new))
     changes = [Change(k, left.get(k, ABSENT), right.get(k, ABSENT)) for k in sorted(left.keys() | right)]
     return [change for change in changes if change.old != change.new]
 
 
-def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def refused_on_resume(old: Record, new: Record) -> list[Change]:
     """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, a longer last stage."""
     last = f"stages.{len(new.get('stages', [])) - 1}.steps"
     refused = []

@@ -173,7 +173,7 @@ def image_source(folder: Path, image: Any) -> str | None:
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
-def write_page(path: Path, template: str, data: Mapping[str, Any]) -> Path:
+def write_page(path: Path, template: str, data: Record) -> Path:
     """Write the page of a template, whole or not at all; returns `path`."""
     return write_atomic(path, ENVIRONMENT.get_template(template).render(data))
 

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -442,7 +442,7 @@ def wants_logprobs(body: ChatRequest | CompletionRequest) -> bool:
     return body.logprobs is not None and body.logprobs is not False
 
 
-def sse(value: Mapping[str, Any]) -> str:
+def sse(value: Record) -> str:
     """A JSON object as one server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
 

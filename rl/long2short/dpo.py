@@ -17,7 +17,7 @@ Legend: P pairs of the run, B pairs of a row, U tokens of their answers.
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -206,7 +206,7 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     return rows
 
 
-def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
+def write_report(out: Path, summary: Record) -> Path:
     """OUT/report.html: the table before and after, the curves, and greedy answers that changed, the largest
     changes of length first. One file that loads nothing from elsewhere."""
     pairs = pairs_of(*(read_jsonl(out / "heldout" / f"{name}.jsonl") for name in ("before", "after")))

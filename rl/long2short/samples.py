@@ -20,7 +20,7 @@ ask again.
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -82,7 +82,7 @@ class SampleOptions(Options):
     """go on with what the output folder holds"""
 
 
-def recipe_of(options: SampleOptions, more: Mapping[str, Any]) -> RLConfig:
+def recipe_of(options: SampleOptions, more: Record) -> RLConfig:
     """The run as a recipe: the one named, or of the tasks, with what the options say laid over. Raises
     UserError.
 
@@ -127,9 +127,7 @@ def check_resume(out: Path, holds: bool, resume: bool) -> None:
         raise UserError(f"nothing to resume in {out}; start without --resume")
 
 
-def save_beside(
-    model: NativeFusion, tokenizer: Tokenizer, out: Path, facts: Mapping[str, Any], base: Path
-) -> Path:
+def save_beside(model: NativeFusion, tokenizer: Tokenizer, out: Path, facts: Record, base: Path) -> Path:
     """Write a model directory that speaks as `base` does: its chat template goes along."""
     directory = save_model(model, tokenizer, out, dict(facts))
     if (base / TEMPLATE_FILE).is_file():

@@ -97,11 +97,11 @@ class ToolRunner:
             self.close()
             raise
 
-    def start(self, message: Message, files: Mapping[str, Any]) -> Future[Reply]:
+    def start(self, message: Message, files: Mapping[str, bytes]) -> Future[Reply]:
         """Run the calls of a message; the result never raises."""
         return self._threads.submit(self._run, message, files)
 
-    def _run(self, message: Message, files: Mapping[str, Any]) -> Reply:
+    def _run(self, message: Message, files: Mapping[str, bytes]) -> Reply:
         try:
             messages, results = answer_calls(message, self.sandbox, files)
         except (SandboxError, OSError) as error:

@@ -42,7 +42,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,7 +329,7 @@ def bootstrap_means(base: Sequence[Array], treated: Sequence[Array], draws: int,
     return (chosen(starts) * np.stack(means, 1)).sum(1)
 
 
-def word(row: Mapping[str, Any], p_holm: float) -> str:
+def word(row: Record, p_holm: float) -> str:
     """ "gain" or "loss" only where both intervals exclude 0 and the adjusted p value agrees; else what could
     not be shown."""
     if math.isnan(row["se"]):

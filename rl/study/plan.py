@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -165,7 +164,7 @@ class StudyConfig(Section):
         return entry.model_dump(include={"name", "difficulty", "form", "thought"})
 
 
-def read_study(given: str, changes: Mapping[str, Any]) -> StudyConfig:
+def read_study(given: str, changes: Record) -> StudyConfig:
     """A study by the name of a shipped one, or a TOML file. changes: top keys that the command line sets.
 
     Raises UserError, one line, for what is wrong.
@@ -283,7 +282,7 @@ def write_recipes(config: StudyConfig, out: Path) -> None:
             file.write_text(to_toml(config.recipe(arm)), encoding="utf-8")
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differing(old: Record, new: Record) -> list[str]:
     """Keys in which two plans differ so that their results must not be mixed; seeds, runs and arms may be
     added."""
     free = ("seeds", "rl_seeds", "arms")

@@ -21,7 +21,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +37,7 @@ from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.rl.study.analysis import analyse, primary_of
 from earlyfusion.rl.study.plan import Stage, StudyConfig, read_study, stages, write_recipes
 
-Row = Mapping[str, Any]
+Row = Record
 
 
 class TransferOptions(Options):
