@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from random import Random
-from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -164,7 +163,7 @@ class Grid:
         return f"An array of {rows} rows and {columns} columns:\n{lines}"
 
 
-Subject: TypeAlias = Scene | Grid
+Subject = Scene | Grid
 
 
 @cache

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from earlyfusion.eval.benchmarks.base import BaseTask, request_seed
 from earlyfusion.eval.protocol import (
@@ -51,7 +51,7 @@ METHODS: dict[type, str] = {
     RollingRequest: "rolling",
     LossRequest: "losses",
 }
-Records: TypeAlias = dict[tuple[str, int], Record]
+Records = dict[tuple[str, int], Record]
 """(id, repeat) -> record"""
 
 

@@ -9,7 +9,7 @@ Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from earlyfusion.vision.config import VisionConfig
 
-Grid: TypeAlias = tuple[int, int, int]
+Grid = tuple[int, int, int]
 
 
 class Resize(NamedTuple):

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import TypeAlias
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
@@ -36,7 +35,7 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 
-Reference: TypeAlias = tuple[str, int, int, int, int]
+Reference = tuple[str, int, int, int, int]
 """(source, epoch, index, first token, end) of a piece."""
 _MARGIN = 1.1
 """Documents passed over for a skip, relative to the mean."""

@@ -12,7 +12,6 @@ AdamW for everything.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import Family, build_param_groups
 
-Build: TypeAlias = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
+Build = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +45,9 @@ MEMORY_MB = 256.0
 WORKERS = 2
 """Programs that run at a time, by one process."""
 
-Turn: TypeAlias = tuple[engine.Request, PausedSample | None]
+Turn = tuple[engine.Request, PausedSample | None]
 """What the engine is asked, and what it goes on from."""
-Reply: TypeAlias = tuple[list[Message], Sequence[ProgramResult | None] | None]
+Reply = tuple[list[Message], Sequence[ProgramResult | None] | None]
 """A tool message for every call, and the result of its program (None: none was run); None: the sandbox
 failed."""
 
