@@ -184,7 +184,7 @@ def damage(path: Path, checksums: bool = True) -> str:
     checksums: read every byte of it; else sizes alone, which is quick whatever it weighs.
     """
     try:
-        for name, (size, digest) in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
+        for name, (size, digest) in json.loads((path / "COMPLETE").read_bytes()).items():
             if (path / name).stat().st_size != size:
                 return "files are missing or of another size"
             # A flipped bit of a weight would train on in silence.

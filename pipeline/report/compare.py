@@ -8,18 +8,15 @@ loads nothing and shows what the table has no room for. The computation is eval/
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from earlyfusion.eval.compare import compare_arms, load_arm
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import number, p_value, write_page
-
-Row = Mapping[str, Any]
 
 
 class CompareOptions(Options):
@@ -73,7 +70,7 @@ class Unit:
     """How the numbers of a result are written: scores from 0 to 1 in points (hundredths), all else as it
     is."""
 
-    def __init__(self, result: Row) -> None:
+    def __init__(self, result: Record) -> None:
         scores = [entry[arm]["score"] for entry in result["tasks"] for arm in ("base", "treated")]
         self.name, self.scale, self.digits = result["metric"], 1, 4
         if self.name == "score" and all(-1 <= score <= 1 for score in scores):
@@ -82,19 +79,19 @@ class Unit:
     def __call__(self, value: float | None, sign: str = "") -> str:
         return number(value, f"{sign}.{self.digits}f", self.scale)
 
-    def range(self, interval: Row) -> str:
+    def range(self, interval: Record) -> str:
         """ "[-0.31, +1.20]"; words where nothing changed: an interval of no width would claim too much."""
         # Equal answers do not show that no other question would be answered differently.
         if interval.get("se") == 0:
             return "[none changed]"
         return f"[{self(interval['low'], '+')}, {self(interval['high'], '+')}]"
 
-    def delta(self, interval: Row) -> str:
+    def delta(self, interval: Record) -> str:
         """ "+0.45 ± 0.38"."""
         return f"{self(interval['value'], '+')} ± {self(interval['se'])}"
 
 
-def table(result: Row, unit: Unit) -> dict[str, dict[str, str]]:
+def table(result: Record, unit: Unit) -> dict[str, dict[str, str]]:
     """Column -> task -> what the terminal shows; the page has the rest."""
     columns: dict[str, dict[str, str]] = defaultdict(dict)
     # What decides stands on the terminal: everything else would not fit its width.

@@ -105,7 +105,7 @@ def read_steps(folder: Path) -> list[Record]:
 def read_dict(path: Path) -> Record:
     """The JSON object of a file; {} when there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -24,7 +24,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import Record
+from earlyfusion.kernels.files import Record, write_atomic
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.recipe import RLConfig, entry_of
@@ -264,7 +264,6 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
 
 def write_recipes(config: StudyConfig, out: Path) -> None:
     """Write study.toml and every run's arm.toml. Raises UserError when OUT holds another study."""
-    out.mkdir(parents=True, exist_ok=True)
     text, path = to_toml(config.model_dump(mode="json")), out / "study.toml"
     # Results of two plans in one folder would be compared as if they were one.
     if path.is_file():
@@ -274,12 +273,10 @@ def write_recipes(config: StudyConfig, out: Path) -> None:
                 f"{out} holds a study with other {', '.join(changed)}: name another folder with --out; only"
                 " seeds, rl_seeds and further arms may change"
             )
-    path.write_text(text, encoding="utf-8")
+    write_atomic(path, text)
     for arm, run in config.runs():
         for seed in range(config.seeds):
-            file = run_folder(out, seed, arm.name, run) / "arm.toml"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(to_toml(config.recipe(arm)), encoding="utf-8")
+            write_atomic(run_folder(out, seed, arm.name, run) / "arm.toml", to_toml(config.recipe(arm)))
 
 
 def differing(old: Record, new: Record) -> list[str]:
