@@ -111,6 +111,19 @@ def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
     }
 
 
+def test_easy_to_hard_goes_by_the_tasks_own_levels_whatever_was_solved(folder, tmp_path):
+    tasks = [{"name": "counting", "difficulty": level} for level in (0, 1, 3)]
+    ladder = {"mode": "easy_to_hard", "warmup_updates": 10, "start_difficulty": 0.0}
+    made = training(folder, tmp_path / "run", tasks=tasks, curriculum=ladder)
+    pool = made.prompts
+    assert pool.levels_P.tolist() == pytest.approx([0, 1 / 3, 1])
+    # Never tried, always solved, never solved: neither decides what is easy.
+    pool.count(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
+    assert pool.weights(0).tolist() == pytest.approx([1, 0, 0])
+    assert pool.weights(5).tolist() == pytest.approx([0.5, 0.5, 0])
+    assert pool.weights(10).tolist() == pytest.approx([1 / 3] * 3)
+
+
 def test_success_rates_follow_the_policy_and_forget_what_it_was(folder, tmp_path):
     """Right in .2 of 1,000 answers, then in all of 300; a mean over everything would stand at .38."""
     made = training(folder, tmp_path / "run", tasks=[{"name": "counting"}])
