@@ -4,11 +4,8 @@ Pictures are put together again from the encoded patches, so resizing and paddin
 and points are given in percent of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from PIL import Image as PILImage
 
@@ -17,6 +14,7 @@ from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import Record
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_patches, num_tokens, unpatchify
 
@@ -25,7 +23,7 @@ MOST_FRAMES = 16
 # Pages hold hundreds of samples.
 SIDE = 480
 """Longest side of a picture on a page, in pixels."""
-Card = dict[str, Any]
+Card = Record
 """source, key; bad: the reason of a sample that cannot be used, with its `why`. Else kind, parts (text,
 picture or frames), and counts: tokens, patches, vision_tokens."""
 NAMES = {
@@ -46,7 +44,7 @@ def make_card(sample: Sample, tokenizer: Tokenizer, vision: VisionConfig, kind: 
         if isinstance(segment, Regions):
             regions.setdefault(segment.media, []).extend(segment.regions)
 
-    parts: list[dict[str, Any]] = []
+    parts: list[Record] = []
     medium = 0
     try:
         document = encode(sample, tokenizer, vision)
@@ -100,7 +98,7 @@ def _frames(document: Encoded) -> list[PILImage.Image]:
     return frames
 
 
-def _video(document: Encoded, tokenizer: Tokenizer, vision: VisionConfig) -> dict[str, Any]:
+def _video(document: Encoded, tokenizer: Tokenizer, vision: VisionConfig) -> Record:
     """The first frames, each with the timestamp in the text of the item that it begins."""
     frames = _frames(document)
     # The timestamps are in the text that the model reads.
@@ -112,9 +110,7 @@ def _video(document: Encoded, tokenizer: Tokenizer, vision: VisionConfig) -> dic
     return {"frames": shown, "count": len(frames)}
 
 
-def _picture(
-    segment: Image, document: Encoded, regions: Sequence[Region], vision: VisionConfig
-) -> dict[str, Any]:
+def _picture(segment: Image, document: Encoded, regions: Sequence[Region], vision: VisionConfig) -> Record:
     original = open_picture(segment.image)
     width, height = original.size
     if original.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # EXIF orientation: lies on its side

@@ -9,8 +9,6 @@ weight = 0.5
 options = { questions_per_image = 6 }
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator

@@ -7,8 +7,6 @@ Two ways to the same size: `fast` (libjpeg shrinks large JPEGs while decoding, t
 which uses the weights of Pillow) and exact (full decode, Pillow bicubic).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What may be decoded and how: limits against hostile files, the fast path, the video backend."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt

@@ -1,7 +1,5 @@
 """What can be wrong with data, said in one line: what was given, what was expected, what to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ shape.png is a picture of easy-VQA's test split, scene-00.png and on are rendere
 combinations).
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from random import Random

@@ -30,14 +30,12 @@ all is written "[]". Coordinates are edges, not pixel numbers: a box over the wh
 height].
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from earlyfusion.data.chat.template import turns_of
 from earlyfusion.data.errors import BadSample
@@ -57,14 +55,13 @@ from earlyfusion.data.sample import (
     utf8,
     within,
 )
+from earlyfusion.kernels.files import Record
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "webm", "avi", "mkv", "mov", "m4v", "gif")
 CODE = ("html", "htm", "svg", "jsx", "tsx", "vue", "css", "js", "tex", "xml")
 TEXTS = ("txt", "text", "md", "caption")
 MEDIA = (*PICTURES, *VIDEOS)
-Entry: TypeAlias = dict[str, Any]
-"""A JSON member; {} where there is none."""
 
 
 def ending(member: str) -> str:
@@ -139,13 +136,13 @@ class Group:
             raise self.bad(f"{what} is empty", "empty_text")
         return text.strip()
 
-    def objects(self, value: object, what: str) -> list[dict[str, Any]]:
+    def objects(self, value: object, what: str) -> list[Record]:
         """`value` if it is a list of JSON objects; raises BadSample otherwise."""
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.bad(f"{what}: expected a list of objects, got {value!s:.80}")
         return value
 
-    def json(self) -> Entry:
+    def json(self) -> Record:
         """The JSON member as an object, {} where there is none; raises BadSample (bad_json, encoding)."""
         return json_object(self.text("json"), f"{self.where}: .json") if "json" in self.sizes else {}
 
@@ -182,7 +179,7 @@ _MARKS = {"user": ("\nQ: ", "\nA:"), "assistant": (" ", ""), "system": ("\n", ""
 """What stands before and behind the words of a role."""
 
 
-def questions(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def questions(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     """The media, then every question with its answer; a list of answers gives one each epoch."""
     segments: list[Segment] = [group.media(member, options) for member in group.all(MEDIA)]
     turns = group.objects(entry.get("questions", [entry]), '"questions"')
@@ -202,7 +199,7 @@ def questions(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segm
     return segments
 
 
-def conversation(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def conversation(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     """Turns in order, answers with `text_loss`, the rest with `question_loss`; media stand where the turns
     place them."""
     turns = [(role, _stripped(parts)) for role, parts, _ in turns_of(entry, group.where)]
@@ -249,7 +246,7 @@ def _stripped(parts: list[Any]) -> list[Any]:
     return kept
 
 
-def _members(group: Group, entry: Entry) -> list[str]:
+def _members(group: Group, entry: Record) -> list[str]:
     """The media in the order the JSON names them, else in the order of their numbers."""
     for key in ("image", "images", "video", "videos"):
         if entry.get(key) is not None:
@@ -274,7 +271,7 @@ def _turn(role: str, parts: list[Any], options: Any) -> Iterator[Segment]:
         yield part
 
 
-def interleaved(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def interleaved(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     """A web page: texts and pictures in order; it ends before the picture over `max_images`."""
     segments: list[Segment] = []
     images = 0
@@ -294,7 +291,7 @@ def interleaved(group: Group, entry: Entry, options: Any, epoch: int) -> list[Se
     return segments
 
 
-def _obelics(group: Group, entry: Entry) -> Iterator[tuple[str, Any]]:
+def _obelics(group: Group, entry: Record) -> Iterator[tuple[str, Any]]:
     texts, images = entry.get("texts"), entry.get("images")
     if not isinstance(texts, list) or not isinstance(images, list) or len(texts) != len(images):
         raise group.bad('"texts" and "images" must be lists of one length (null where the other has one)')
@@ -305,7 +302,7 @@ def _obelics(group: Group, entry: Entry) -> Iterator[tuple[str, Any]]:
             yield "text", text
 
 
-def _mmc4(group: Group, entry: Entry) -> Iterator[tuple[str, Any]]:
+def _mmc4(group: Group, entry: Record) -> Iterator[tuple[str, Any]]:
     texts, infos = entry["text_list"], group.objects(entry.get("image_info", []), '"image_info"')
     if not isinstance(texts, list):
         raise group.bad('"text_list" must be a list')
@@ -343,7 +340,7 @@ def picture_size(group: Group, picture: Image) -> tuple[int, int]:
         raise group.bad(f"the picture's header cannot be read ({error})", "corrupt_image") from None
 
 
-def grounding(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def grounding(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     """Picture, caption if there is one, then the regions."""
     picture = group.picture()
     segments: list[Segment] = [picture]
@@ -366,7 +363,7 @@ def grounding(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segm
     return [*segments, *_placed(group, picture, items, entry, options)]
 
 
-def ocr(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def ocr(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     """Picture, then the text in it: a whole string, or lines with the box of each."""
     picture, found = group.picture(), entry.get("ocr")
     if found is None:
@@ -389,7 +386,9 @@ def _items(group: Group, listed: object, what: str) -> Iterator[Item]:
         yield group.filled(label, f"a label in {what}"), values, count
 
 
-def _placed(group: Group, picture: Image, items: Sequence[Item], entry: Entry, options: Any) -> list[Segment]:
+def _placed(
+    group: Group, picture: Image, items: Sequence[Item], entry: Record, options: Any
+) -> list[Segment]:
     """The regions in pixels. Raises BadSample for what lies outside by more than one pixel (rounding in the
     file) and for a box without area."""
     numbers = []
@@ -477,7 +476,7 @@ def _whole(scaled: list[float], size: Size) -> list[int]:
     return whole
 
 
-def detect(group: Group, entry: Entry) -> str:
+def detect(group: Group, entry: Record) -> str:
     """The format of a group, by its members and the keys of its JSON."""
     # Media that stand in a conversation come before what merely lies beside them.
     keys, picture = set(entry), group.first(PICTURES)
@@ -498,7 +497,7 @@ def detect(group: Group, entry: Entry) -> str:
     return "caption" if picture else "text"
 
 
-def describe(group: Group, options: Any) -> tuple[str, Entry]:
+def describe(group: Group, options: Any) -> tuple[str, Record]:
     """(format, parsed JSON or {})."""
     entry = group.json()
     return (detect(group, entry) if options.format == "auto" else options.format), entry
@@ -511,7 +510,7 @@ def build(group: Group, options: Any, epoch: int = 0) -> list[Segment]:
     return BUILDERS[kind](group, entry, options, epoch)
 
 
-def words(group: Group, entry: Entry, options: Any, epoch: int = 0) -> str:
+def words(group: Group, entry: Record, options: Any, epoch: int = 0) -> str:
     """The text of a sample: the first of `text_fields` in its JSON (a list gives one each epoch), else its
     .txt."""
     for name in options.text_fields:
@@ -524,29 +523,29 @@ def words(group: Group, entry: Entry, options: Any, epoch: int = 0) -> str:
     return group.text(group.one(TEXTS, f"text (.txt, or .json with one of {list(options.text_fields)})"))
 
 
-def _text(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def _text(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     code = group.first(CODE)
     if code is not None and not entry and not group.first(TEXTS):
         return [Text(group.text(code), options.text_loss)]
     return [Text(words(group, entry, options, epoch), options.text_loss)]
 
 
-def _caption(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def _caption(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     return [group.picture(), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
 
 
-def _video(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def _video(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     clip = group.media(group.one(VIDEOS, f"video ({', '.join(VIDEOS)})"), options)
     return [clip, Text("\n" + words(group, entry, options, epoch), options.text_loss)]
 
 
-def _code(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+def _code(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     code = group.first(CODE)
     text = words(group, entry, options, epoch) if code is None else group.text(code)
     return [group.picture(), Text("\n" + text, options.text_loss)]
 
 
-BUILDERS: dict[str, Callable[[Group, Entry, Any, int], list[Segment]]] = {
+BUILDERS: dict[str, Callable[[Group, Record, Any, int], list[Segment]]] = {
     "caption": _caption,
     "qa": questions,
     "conversation": conversation,
@@ -560,7 +559,7 @@ BUILDERS: dict[str, Callable[[Group, Entry, Any, int], list[Segment]]] = {
 """Format -> function(group, JSON, options, epoch)."""
 
 
-def chosen_format(manifest: Mapping[str, Any] | None) -> str:
+def chosen_format(manifest: Record | None) -> str:
     """The format that a preparation was told to take (prepare --format); "auto" where it was told none."""
     chosen = (manifest or {}).get("format")
     # The manifest is a file of others: what it says may be anything.

@@ -12,15 +12,12 @@ Sources: RFC 1951, the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, 
 ITU-T T.81 B.1.1.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from PIL import Image as PILImage
@@ -29,7 +26,7 @@ from PIL import UnidentifiedImageError
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
 
-Picture: TypeAlias = PILImage.Image | np.ndarray | bytes | str | Path
+Picture = PILImage.Image | np.ndarray | bytes | str | Path
 """What an image may be: decoded (PIL, or uint8 [H, W, 3]), encoded bytes, or a path."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "PCX")

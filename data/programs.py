@@ -5,8 +5,6 @@ A program runs as a notebook cell: what it prints, then the value of its last ex
 model wrote go to eval/sandbox/host.py, never here.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

@@ -1,7 +1,5 @@
 """Rows of files of every usual form, as plain dicts."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -10,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.files import Record
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Record]:
     """Rows of a .jsonl, .jsonl.gz, .json (a list, or {"examples": [...]}), .csv or .parquet file.
 
     Raises DataError naming the file and line, never quoting its content (it may be a private benchmark).
@@ -49,7 +48,7 @@ def _line(path: Path, number: int, line: str) -> Any:
         raise DataError(f"{path}:{number}: not valid JSON; expected one object a line") from None
 
 
-def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path) -> Iterator[Record]:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:

@@ -5,13 +5,11 @@ Sources hand over encoded bytes or paths; nothing is decoded before `encode.enco
 worker.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from PIL import Image as PILImage
 
@@ -169,8 +167,8 @@ def answer_text(answer: str) -> str:
     return f" {answer}"
 
 
-Box: TypeAlias = tuple[float, float, float, float]
-Point: TypeAlias = tuple[float, float]
+Box = tuple[float, float, float, float]
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ class Regions:
     loss: float = 1.0
 
 
-Segment: TypeAlias = Text | Special | Image | Video | VideoFile | Regions
+Segment = Text | Special | Image | Video | VideoFile | Regions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ A table that fits is printed as it is. One that does not gets narrower columns, 
 even that is too wide, every row is told by itself, as "name value" for each column.
 """
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import json_object
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import Record, write_atomic
 
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -90,7 +90,7 @@ class Tokenizer:
     `config` is the content of tokenizer_config.json; its bos, eos and pad tokens are used where present.
     """
 
-    def __init__(self, backend: Backend, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, backend: Backend, config: Record | None = None) -> None:
         self.config = dict(config or {})
         # A foreign tokenizer keeps its own names for these three.
         names = [self._named("bos_token", BOS), self._named("eos_token", EOS), self._named("pad_token", PAD)]
@@ -241,14 +241,14 @@ class Tokenizer:
         return made
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> Record:
     """The object in a JSON file; raises DataError in one line for anything else."""
     if path.stat().st_size > _MOST_BYTES:
         raise DataError(f"expected at most {_MOST_BYTES >> 20} MiB")
     return json_object(path.read_bytes())
 
 
-def _refuse_growth(found: Mapping[str, Any]) -> None:
+def _refuse_growth(found: Record) -> None:
     """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as
     long.
 

@@ -6,19 +6,17 @@ the question, a plan in words, and the program; the answer is read off what the 
 (data/programs.py).
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from random import Random
-from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
 
 from earlyfusion.data.synth.graph import COLOURS, Scene, on_side
+from earlyfusion.kernels.files import Record
 
 FILE = "image.png"
 """Name of the picture in the directory of the tool."""
@@ -128,7 +126,7 @@ class Task:
     question: str
     plan: str
     code: str
-    facts: dict[str, Any]
+    facts: Record
     output: str = ""
 
     @property
@@ -165,7 +163,7 @@ class Grid:
         return f"An array of {rows} rows and {columns} columns:\n{lines}"
 
 
-Subject: TypeAlias = Scene | Grid
+Subject = Scene | Grid
 
 
 @cache
@@ -206,13 +204,13 @@ def make_task(subject: Subject, rng: Random, *, stored: bool) -> Task:
     return replace(task, question=where + task.question, code=f"{head}\n{task.code}")
 
 
-def filled(kinds: dict[str, tuple[str, str, str]], kind: str, facts: dict[str, Any]) -> Task:
+def filled(kinds: dict[str, tuple[str, str, str]], kind: str, facts: Record) -> Task:
     """The task of a kind with its facts in question, plan and program."""
     question, plan, code = (text.format(**facts) for text in kinds[kind])
     return Task(kind, question, plan, code, facts)
 
 
-def scene_facts(scene: Scene, kind: str, rng: Random) -> dict[str, Any] | None:
+def scene_facts(scene: Scene, kind: str, rng: Random) -> Record | None:
     """What a question about coloured shapes is about; None where the scene has nothing to ask about."""
     if kind == "count":
         return {}
@@ -238,7 +236,7 @@ def scene_facts(scene: Scene, kind: str, rng: Random) -> dict[str, Any] | None:
     return None
 
 
-def grid_facts(grid: Grid, kind: str, rng: Random) -> dict[str, Any]:
+def grid_facts(grid: Grid, kind: str, rng: Random) -> Record:
     """What a question about an array is about; its program goes on from `a`."""
     rows, columns = grid.array.shape
     if kind == "crop":

@@ -15,8 +15,6 @@ opens anything: it is told the container that the first bytes show, reads bytes 
 use no protocol for what a file refers to.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import io

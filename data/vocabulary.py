@@ -4,8 +4,6 @@ The corpus is real English (the pydoc topics), real code (standard library), the
 captions of generated scenes; whatever a source holds out for evaluation is left out here as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile

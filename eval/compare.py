@@ -18,8 +18,6 @@ new questions and new seeds does too. Everything is in the score's own unit; 0.0
 points.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from collections.abc import Sequence
@@ -30,7 +28,6 @@ import numpy as np
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.harness import RECORDS, SUMMARY, read_records
-from earlyfusion.eval.protocol import Record
 from earlyfusion.eval.stats import (
     ALPHA,
     Array,
@@ -42,6 +39,7 @@ from earlyfusion.eval.stats import (
     sign_flip_p,
     smallest_delta,
 )
+from earlyfusion.kernels.files import Record
 
 PUBLISHED = {"mmlu_pro": 0.017, "gpqa_diamond": 0.021}
 """Change after vision RL that the Kimi K2.5 report (arXiv 2602.02276, Table 2) gives; no control arm, no
@@ -228,21 +226,13 @@ def _same(a: TaskRun, b: TaskRun) -> None:
 # numbers
 
 
-def compare_arms(
-    base: Arm,
-    treated: Arm,
-    control: Arm | None = None,
-    control_base: Arm | None = None,
-    *,
-    paired_seeds: bool = False,
-) -> Record:
+def compare_arms(base: Arm, treated: Arm, control: Arm | None = None) -> Record:
     """The whole comparison as plain data (the JSON file). Raises CompareError for runs that did not ask the
     same.
 
-    control: an arm that got everything but the treatment; control_base: where it began (default: base).
-    paired_seeds: run i of base and treated share a training seed.
+    control: an arm that began at base and got everything but the treatment.
     """
-    arms = [arm for arm in (base, treated, control, control_base) if arm is not None]
+    arms = [arm for arm in (base, treated, control) if arm is not None]
     tasks = aligned(arms)
     entries = []
     for task in tasks:
@@ -268,7 +258,7 @@ def compare_arms(
         if control is not None:
             # Both changes on the same questions, so their difference is paired as well.
             sides["control"] = control.of(task)
-            own = question_means(sides["control"]) - question_means((control_base or base).of(task))
+            own = question_means(sides["control"]) - a
             entry["control_delta"] = _told(clustered_estimate(own, first.clusters))
             entry["difference_in_differences"] = _tested(b - a - own, first.clusters)
         entry |= {arm: side(runs) for arm, runs in sides.items()}
@@ -276,7 +266,7 @@ def compare_arms(
         # Intervals over seeds (one number a seed: its mean over the questions), and over both together.
         if len(base.runs) + len(treated.runs) > 2:
             questions = clustered_estimate(b - a, first.clusters)
-            seeds = seed_estimate(entry["base"]["seeds"], entry["treated"]["seeds"], paired=paired_seeds)
+            seeds = seed_estimate(entry["base"]["seeds"], entry["treated"]["seeds"])
             both = combined(questions.value, questions, seeds)
             entry["seeds"] = {"seeds": _told(seeds), "both": _told(both)}
         entries.append(entry)

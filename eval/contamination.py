@@ -11,8 +11,6 @@ Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .p
 shards of such members, and folders of them. Reports ids and shares, never text.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -26,8 +24,8 @@ from typing import Any
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.eval.benchmarks.base import BaseTask, mean
 from earlyfusion.eval.harness import RECORDS, read_records
-from earlyfusion.eval.protocol import EvalError, Question, Record, prompt_text
-from earlyfusion.kernels.files import write_json
+from earlyfusion.eval.protocol import EvalError, Question, prompt_text
+from earlyfusion.kernels.files import Record, write_json
 
 NGRAM, SHORTEST = 13, 8
 _WORD = re.compile(r"[^\W_]+")

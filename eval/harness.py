@@ -10,8 +10,6 @@ ended.
 Of private tasks no output is kept.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from earlyfusion.eval.benchmarks.base import BaseTask, request_seed
 from earlyfusion.eval.protocol import (
@@ -29,13 +27,12 @@ from earlyfusion.eval.protocol import (
     LossRequest,
     Model,
     Question,
-    Record,
     Request,
     RollingRequest,
     ScoreRequest,
     prompt_hash,
 )
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 
 EXAMPLES = 3
 UNREAD = (
@@ -54,7 +51,7 @@ METHODS: dict[type, str] = {
     RollingRequest: "rolling",
     LossRequest: "losses",
 }
-Records: TypeAlias = dict[tuple[str, int], Record]
+Records = dict[tuple[str, int], Record]
 """(id, repeat) -> record"""
 
 

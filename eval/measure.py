@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from PIL import Image as PILImage
@@ -46,7 +46,7 @@ from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequ
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.config import VisionConfig
 
-Pictures: TypeAlias = Literal["true", "grey", "swapped", "none"]
+Pictures = Literal["true", "grey", "swapped", "none"]
 PICTURES: tuple[Pictures, ...] = get_args(Pictures)
 GREY = (128, 128, 128)
 

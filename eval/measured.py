@@ -11,8 +11,6 @@ A file holds one problem a line, without its picture: that can be drawn again fr
 eval/measure.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.stats import ALPHA, holm, mean_estimate, sign_flip_p
-from earlyfusion.kernels.files import write_jsonl
+from earlyfusion.kernels.files import Record, write_jsonl
 
 SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
@@ -165,7 +162,7 @@ def by_problem(measured: Iterable[Measured]) -> dict[str, dict[str, Measured]]:
     return found
 
 
-def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[str, Any]]:
+def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[Record]:
     """One row for every label and metric that both hold (pass@1, the share of right samples, where samples
     were drawn): means, difference, SE, interval, p of the sign-flip test, p_holm over all rows, and `clear`:
     the interval excludes 0 and p_holm <= ALPHA. Only problems of both take part.
@@ -173,7 +170,7 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
     Raises DataError when they have none in common.
     """
     first = by_problem(before)
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     for label, records in by_problem(after).items():
         # Only problems that both answered: a difference of two sets would compare the sets.
         pairs = [(first[label][key], one) for key, one in records.items() if key in first.get(label, {})]
@@ -183,7 +180,7 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
             a, b = np.array([[value(one) for one in pair] for pair in pairs], dtype=np.float64).T
             # Problem by problem: what both find hard cancels out.
             difference = mean_estimate(b - a)
-            row: dict[str, Any] = {"label": label, "metric": metric}
+            row: Record = {"label": label, "metric": metric}
             row |= {"before": float(a.mean()), "after": float(b.mean())}
             row |= {**vars(difference), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
             rows.append(row)

@@ -12,23 +12,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.kernels.files import Record
 
-Prompt: TypeAlias = str | Sequence[Segment]
+Prompt = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""
 UNHASHED = ("shared", "seed", "source", "key")
 """What a request holds beside the question: a hint, the noise, and the names of a sample."""
-
-
-Record: TypeAlias = dict[str, Any]
-"""A JSON object: a line of a task's JSONL (id, repeat, category, seed, prompt_hash, output, extracted, score,
-tokens, and what else the task's `score` returned; one per question and repeat), settings, numbers."""
 
 
 class EvalError(DataError):
@@ -85,7 +81,7 @@ class LossRequest:
     length: int
 
 
-Request: TypeAlias = GenerateRequest | ScoreRequest | RollingRequest | LossRequest
+Request = GenerateRequest | ScoreRequest | RollingRequest | LossRequest
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ A sample's last text is the reference; what stands before it is the prompt. JSON
 "samples": [{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import evaluating, generate
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.config import VisionConfig
@@ -38,7 +36,7 @@ OPENING, GOES_ON = 160, 160
 """Characters of a text alone: what is shown of its beginning, what it is compared with."""
 
 
-def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:
+def save_result(run_dir: str | Path, name: str, step: int, payload: Record) -> Path:
     """Save one measurement; `payload` may hold numbers, strings, lists and dicts. Returns the file's path."""
     path = Path(run_dir) / "eval" / f"{name}_{step:0{STEP_DIGITS}d}.json"
     return write_json(path, {"name": name, "step": step, **payload})
@@ -77,7 +75,7 @@ def answer_samples(
     samples: Sequence[Sample],
     *,
     max_new_tokens: int = 32,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or
     None). A sample ends in the text that is its reference (see `prompted`)."""
     # The reference never reaches the model.
@@ -92,7 +90,7 @@ def answer_samples(
             "answer": answer,
             "reference": Sample(sample.segments[-1:], "", "").text,
         }
-        record: dict[str, Any] = {name: text.strip() for name, text in texts.items()}
+        record: Record = {name: text.strip() for name, text in texts.items()}
         records.append({"source": sample.source, **record, "picture": first_picture(prompt)})
     return records
 
@@ -111,7 +109,7 @@ def first_picture(sample: Sample) -> PilImage.Image | None:
     return None
 
 
-def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
+def save_samples(run_dir: str | Path, step: int, records: Sequence[Record]) -> Path:
     """Write the JSON of a step and one PNG per picture; returns the JSON's path.
 
     Pictures stand under the name of their place in the list (the samples are fixed).
@@ -137,7 +135,7 @@ def thumbnail(picture: PilImage.Image) -> PilImage.Image:
     return ImageOps.contain(picture.convert("RGB"), (THUMBNAIL, THUMBNAIL), method)
 
 
-def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
+def attnres_weights(model: NativeFusion, batch: Any) -> Record | None:
     """Mean mixing weights over the tokens of one packed batch; None for a model without Attention Residuals.
 
     batch: a PackedBatch on the model's device. Returns, for `save_result` under the name
@@ -157,7 +155,7 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
 
     # A mix reads the finished blocks, and the running sum of its own block where that has begun.
     width = 1 + max(len(means["text"]) - own for (_, means), own in zip(recorder.rows, recorder.has_partial))
-    result: dict[str, Any] = {
+    result: Record = {
         "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
         "sources": ["embedding", *(f"block {number}" for number in range(1, width - 1)), "own block"],
     }

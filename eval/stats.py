@@ -9,7 +9,7 @@
                   be swapped"; all 2^G assignments for G <= 16, else FLIPS random ones, p = (1 + hits) / (1 +
                   FLIPS); of answers that are right or wrong it is McNemar's exact test
     power         sqrt(z) SE with z = (z_{1 - alpha / 2} + z_power)^2
-    seeds         differences of seed means: Student t (paired or one fixed base), Welch (two sets of seeds)
+    seeds         differences of seed means: Student t (one fixed base), Welch (two sets of seeds)
     Holm          step-down adjusted p values
 
 Distributions are SciPy's. The sign flips of clusters are written here: SciPy's test sorts every draw and
@@ -18,8 +18,6 @@ takes ten times as long.
 Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: section 5); Cameron and Miller
 2015 (CR1); Holm 1979. Legend: n questions, G clusters.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -160,15 +158,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # several seeds
 
 
-def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) -> Estimate:
+def seed_estimate(base: ArrayLike, treated: ArrayLike) -> Estimate:
     """Difference of two arms from the mean score of each seed (base and treated: one number per seed).
 
-    paired: run i of both arms began from the same seed. One base run is a fixed starting point: only the
-    treated seeds vary.
+    One base run is a fixed starting point: only the treated seeds vary.
     """
     a, b = np.asarray(base), np.asarray(treated)
     # Welch needs a scatter on both sides; one base run has none.
-    if paired or len(a) == 1 or len(b) == 1:
+    if len(a) == 1 or len(b) == 1:
         return mean_estimate(b - a)
     one, other = mean_estimate(a), mean_estimate(b)
     return combined(other.value - one.value, one, other)

@@ -18,8 +18,6 @@ Four things are asked of a model, each only counted where the one before it held
                   count too)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +28,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import ProgramResult, Sandbox
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -42,7 +41,7 @@ MAX_MESSAGES = 3
 """Messages of the assistant for one question: a call, a correction, the answer."""
 
 
-def picture_files(messages: Sequence[Message]) -> dict[str, Any]:
+def picture_files(messages: Sequence[Message]) -> Record:
     """The pictures of a conversation by the names they have for programs: image.png, image2.png, ..."""
     # In the order in which the model sees them, which is how it will count them.
     pictures = [part.open() for message in messages for part in message.content if isinstance(part, Image)]
@@ -143,7 +142,7 @@ def play_talks(
     return played
 
 
-def summary(played: Sequence[Played]) -> dict[str, Any]:
+def summary(played: Sequence[Played]) -> Record:
     """{"talks": n, measure: share, "by_kind": {kind: {"talks": n, measure: share}}}."""
     kinds = {"": list(played)}
     for game in played:
@@ -156,11 +155,11 @@ def summary(played: Sequence[Played]) -> dict[str, Any]:
     return {**shares.pop(""), "by_kind": shares}
 
 
-def transcript(game: Played) -> dict[str, Any]:
+def transcript(game: Played) -> Record:
     """A played talk as JSON: messages with role, text, thinking and programs; its marks; the right answer."""
     shown = []
     for message in game.messages:
-        about: dict[str, Any] = {"role": message.role, "text": message.text, "thinking": message.thinking}
+        about: Record = {"role": message.role, "text": message.text, "thinking": message.thinking}
         about["calls"] = [dict(call.arguments) for call in message.calls]
         about["pictures"] = sum(isinstance(part, Image) for part in message.content)
         shown.append(about)

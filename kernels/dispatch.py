@@ -16,8 +16,6 @@ does not. The engine's C++ (kernels/cpu) is a whole decoder, not an operation; `
 off, too. Implementations are imported when first asked for, so that a CPU machine never imports triton.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """The error of a user's mistake, for every room: it stands on the lowest floor and imports nothing heavy."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

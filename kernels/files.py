@@ -5,8 +5,6 @@ For every room; imports nothing heavy.
 Functions that a user names by their place, "package.module:function".
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -18,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.kernels.errors import UserError
+
+Record = dict[str, Any]
+"""A JSON object: a line of a log, a file of facts, a section of a recipe."""
 
 
 @contextmanager

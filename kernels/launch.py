@@ -3,8 +3,6 @@
 Nothing here imports triton at module level, so a machine without it can import every launcher.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache

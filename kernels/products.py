@@ -29,8 +29,6 @@ in, so that several projections of one normed input share a single cast.
 Shapes: any number of leading dimensions, the last one is normalised.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache, reduce

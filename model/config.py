@@ -4,8 +4,6 @@ Field names are those of the public Kimi-Linear and Kimi K3 `config.json` where 
 ModelConfig are the published Kimi-Linear-48B-A3B configuration, so `ModelConfig()` is that model.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import (

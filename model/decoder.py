@@ -24,8 +24,6 @@ Source: Attention Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (
 Shapes: T tokens, D hidden, V vocabulary, S sub-layers of a block, n sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial as bind

@@ -8,8 +8,6 @@ left out.
 Shapes: T tokens, P patches, D hidden, H heads, K key dim, V value dim, E experts, F expert width.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ every rank must take part in every collective, and every parameter gets a gradie
 Shapes: T tokens of a packed row, D hidden, P patches, M image tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -33,8 +33,6 @@ DeepSeek-V2 (arXiv 2405.04434) section 2.1; Kimi Linear (arXiv 2510.26692).
 Shapes: T tokens (packed), D hidden, H heads, R latent rank.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

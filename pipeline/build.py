@@ -1,8 +1,6 @@
 """From a recipe to the parts of a run: tokenizer, model, optimizer, costs, and the recipe as it is written
 down."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic, write_json
+from earlyfusion.kernels.files import Record, write_atomic, write_json
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -81,7 +79,7 @@ def optimizer(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     return find_optimizer(options.name).build(options, model)
 
 
-def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_metrics(opt: torch.optim.Optimizer) -> Record:
     """QK-Clip's numbers of the last step; nothing without it."""
     clip = getattr(opt, "qk_clip", None)
     return {} if clip is None else clip.metrics()
@@ -106,7 +104,7 @@ def step_flops(config: FusionConfig, batches: Sequence[PackedBatch]) -> tuple[fl
     return decoder, vision
 
 
-def run_facts(config: Any, steps: int, seconds: float, runtime: Runtime) -> dict[str, Any]:
+def run_facts(config: Any, steps: int, seconds: float, runtime: Runtime) -> Record:
     """Facts of a run for the head of its report and the model card; more may be added."""
     return {
         "name": config.run.name,
@@ -119,7 +117,7 @@ def run_facts(config: Any, steps: int, seconds: float, runtime: Runtime) -> dict
     }
 
 
-def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+def absolute_paths(tree: Record) -> Record:
     """A dumped recipe whose inputs are named from the root, so that it means the same from every folder.
 
     Paths in a recipe are relative to where the command is typed; addresses, commands and the output folder

@@ -8,8 +8,6 @@ answer is printed while it is generated; Ctrl-C gives up an answer or a line, Ct
 terminal the arrow keys edit a line and bring back earlier ones. Lines can be piped in as well.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

@@ -32,14 +32,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import replacing, write_atomic
+from earlyfusion.kernels.files import Record, replacing, write_atomic
 from earlyfusion.pipeline.config.compose import dump, explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 
@@ -59,7 +59,7 @@ class RunFacts:
     recipe: the resolved recipe (`compose.dump`). tokenizer_hash: any text that identifies the vocabulary.
     """
 
-    recipe: dict[str, Any]
+    recipe: Record
     tokenizer_hash: str
     vocab_size: int
 
@@ -70,11 +70,11 @@ class Loaded:
 
     path: Path
     step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    trainer: dict[str, Any]
+    model: Record
+    optimizer: Record
+    trainer: Record
     lanes: dict[int, Any]
-    rng: list[dict[str, Any]]
+    rng: list[Record]
 
     def restore_rng(self, rank: int, seed: int) -> None:
         """This rank's generators as they were; a rank that did not exist then gets a seed of its own."""
@@ -94,7 +94,7 @@ def save_tree(stem: Path, tree: Any) -> None:
     Raises TypeError for what cannot be written without pickle, and for a sharded tensor; UserError where the
     disk has no room, before a tensor is written.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     skeleton = _encode(tree, "", tensors, {})
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(stem.parent).free
     if free < needed + MARGIN_BYTES:
@@ -114,7 +114,7 @@ def load_tree(stem: Path) -> Any:
     path = stem.with_name(stem.name + ".safetensors")
     tensors = load_file(path) if path.exists() else {}
 
-    def decode(value: dict[str, Any]) -> Any:
+    def decode(value: Record) -> Any:
         if "__tensor__" in value:
             return tensors[value["__tensor__"]]
         if "__tuple__" in value:
@@ -125,13 +125,13 @@ def load_tree(stem: Path) -> Any:
     return json.loads(text, object_hook=decode)
 
 
-def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], written: dict[Any, Any]) -> Any:
+def _encode(value: Any, place: str, tensors: dict[str, Tensor], written: dict[Any, Any]) -> Any:
     """A tree as JSON values; its tensors are put into `tensors` by the name that stands in their place.
     written: memory -> (name, tensor); holding the tensor keeps its address from being used again."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     # (A sharded tensor would be written as its first shard alone.)
-    if isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor"):
+    if isinstance(value, Tensor) and not hasattr(value, "full_tensor"):
         tensor = value.detach()
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if not tensor.numel() or memory not in written:
@@ -184,7 +184,7 @@ def damage(path: Path, checksums: bool = True) -> str:
     checksums: read every byte of it; else sizes alone, which is quick whatever it weighs.
     """
     try:
-        for name, (size, digest) in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
+        for name, (size, digest) in json.loads((path / "COMPLETE").read_bytes()).items():
             if (path / name).stat().st_size != size:
                 return "files are missing or of another size"
             # A flipped bit of a weight would train on in silence.
@@ -220,9 +220,9 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: Mapping[str, Any],
-        optimizer: Mapping[str, Any],
-        trainer: Mapping[str, Any],
+        model: Record,
+        optimizer: Record,
+        trainer: Record,
         lanes: Mapping[int, Any],
     ) -> Path:
         """Write the state after `step` updates. Every rank calls it; returns the folder on every rank.
@@ -385,7 +385,7 @@ def _fsync(folder: Path) -> None:
         os.close(handle)
 
 
-def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
+def check_resume(run: Record, facts: RunFacts, path: Path) -> None:
     """UserError when the run that wrote `run` (run.json) is not the run that `facts` describes."""
     changes = refused_on_resume(run["recipe"], facts.recipe)
     if run["vocab_size"] != facts.vocab_size:

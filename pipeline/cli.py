@@ -9,8 +9,6 @@ mistake of the user is one line on stderr; EF_DEBUG=1 shows the traceback as wel
 head`) ends a verb without a word.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import importlib.metadata

@@ -5,8 +5,6 @@ Exit code 0 when every operation agrees with its naive form within tolerance, 1 
 except torchvision, whose import is the trap itself and is tried in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

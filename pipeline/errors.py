@@ -1,7 +1,5 @@
 """The exit codes that every verb returns, and a training that its guard stopped."""
 
-from __future__ import annotations
-
 from earlyfusion.kernels.errors import UserError
 
 EXIT_OK = 0

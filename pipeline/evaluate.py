@@ -11,8 +11,6 @@ eval/heldout.py) and asked for answers (eval.samples). The sources are built ane
 the training data moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -43,7 +41,7 @@ from earlyfusion.eval.samples import (
     save_samples,
 )
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.schema import RunConfig
@@ -85,12 +83,12 @@ class Evaluator:
             if task not in cls.own_tasks:
                 build_task(task, data=config.eval.data).data_hash()
 
-    def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> dict[str, Any]:
+    def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> Record:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.
 
         loader: the stage's data loader; at the end its held-out documents show the AttnRes weights.
         """
-        headline: dict[str, Any] = {}
+        headline: Record = {}
         if self.runtime.is_main:
             # The other ranks wait at the barrier below.
             tracker.busy("evaluating held-out samples")
@@ -176,7 +174,7 @@ class Evaluator:
         save_result(self.out, "bpb", step, found)
         return {name: found[name] for name in ("bits_per_byte", "gzip_bits_per_byte")}
 
-    def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
+    def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, Record]:
         """(label, metrics) of one benchmark on the weights in memory."""
         if isinstance(task, str):
             task = build_task(task, data=self.config.eval.data)
@@ -244,7 +242,7 @@ class Evaluator:
         return self._sources[name]
 
 
-def _accuracies(found: Mapping[str, Any]) -> dict[str, float | int]:
+def _accuracies(found: Record) -> Record:
     """easy-VQA's scores under the names that results of it have."""
     return {
         "questions": found["n"],
@@ -253,7 +251,7 @@ def _accuracies(found: Mapping[str, Any]) -> dict[str, float | int]:
     }
 
 
-def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, float]) -> dict[str, float]:
+def heldout_headline(sources: dict[str, Record], overall: dict[str, float]) -> dict[str, float]:
     """Held-out losses by modality (all sources together) and by source, as metrics.jsonl and trackers name
     them.
 
@@ -287,7 +285,7 @@ def headline_line(headline: Mapping[str, float]) -> str:
     return "; ".join(", ".join(part) for part in (scores, losses) if part)
 
 
-def source_facts(config: RunConfig, shares: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+def source_facts(config: RunConfig, shares: Mapping[str, float]) -> dict[str, Record]:
     """What the model card says of the sources of a run."""
     facts = {}
     for source in config.data.sources:
@@ -296,7 +294,7 @@ def source_facts(config: RunConfig, shares: Mapping[str, float]) -> dict[str, di
     return facts
 
 
-def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: dict[str, Any]) -> Sequence[str]:
+def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: Record) -> Sequence[str]:
     """The model directory and the report; returns lines to show. tokens: what `save_model` saves as
     tokenizer."""
     directory = save_model(fusion, tokens, out / "model", facts)

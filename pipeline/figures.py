@@ -1,7 +1,5 @@
 """Figures as a table in the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

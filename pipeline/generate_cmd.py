@@ -8,8 +8,6 @@ stage. Pictures stand before the prompt, in the order given. The text goes to st
 to standard error, so the answer can be piped.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a checked recipe to a running stage: what every stage (pretrain, sft, rl) does before its loop."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

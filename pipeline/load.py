@@ -1,7 +1,5 @@
 """`earlyfusion.load`: a model and its tokenizer from a model directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

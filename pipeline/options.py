@@ -9,8 +9,6 @@
 The help of the verb is the docstring of its module.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ Prints parameters and FLOPs by room and the stages with their tokens and learnin
 device, so the 48B recipe prints about as fast as nano. `banner` is the head of a run.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

@@ -19,15 +19,13 @@ bit. The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, sam
 directory) and report.html.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, latest
@@ -104,7 +102,7 @@ class Pretraining:
         """What measures the model, during the run and after it."""
         return evaluate.Evaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
 
-    def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+    def write_outputs(self, facts: Record) -> Sequence[str]:
         """The model directory and the report, by rank 0; returns lines to show. facts: of the run."""
         return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
 
@@ -173,7 +171,7 @@ class Pretraining:
 
     def log(self, stage: str, loss: float, lr: float, step: Update) -> None:
         """A line of the terminal at every step, a record every `track.log_every`."""
-        record: dict[str, Any] = {"stage": stage, "loss": loss, "lr": lr, "grad_norm": step.grad_norm}
+        record: Record = {"stage": stage, "loss": loss, "lr": lr, "grad_norm": step.grad_norm}
         if self.step % self.config.track.log_every and self.step != self.total:
             self.tracker.tick(self.step, record | {"step_s": self.meter.step_s})
             return

@@ -5,8 +5,6 @@ width. Without one, `line()` is everything in one plain line, for a log file. Th
 metrics.jsonl; whatever a record does not hold is not shown.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

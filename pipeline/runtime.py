@@ -40,10 +40,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -159,10 +160,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> Record:
     """State of every generator that training may draw from, in this process."""
     kind, words, *rest = np.random.get_state()
-    state: dict[str, Any] = {
+    state: Record = {
         "python": random.getstate(),
         "numpy": (kind, np.asarray(words).tolist(), *rest),  # plain numbers: no array in a checkpoint
         "torch": torch.get_rng_state(),
@@ -172,7 +173,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Record) -> None:
     """Put back what `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -258,7 +259,7 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: torch.Tensor | float | int) -> torch.Tensor:
+    def sum(self, values: Tensor | float | int) -> Tensor:
         """Element-wise sum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
@@ -267,11 +268,11 @@ class Runtime:
         sums = self.sum(torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
         return dict(zip(values, sums, strict=True))
 
-    def max(self, values: torch.Tensor | float | int) -> torch.Tensor:
+    def max(self, values: Tensor | float | int) -> Tensor:
         """Element-wise maximum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: torch.Tensor | float | int, op: Any) -> torch.Tensor:
+    def _reduce(self, values: Tensor | float | int, op: Any) -> Tensor:
         # float64: sums of a million tokens must not depend on the number of ranks.
         reduced = torch.as_tensor(values).detach().to(device=self.device, dtype=torch.float64, copy=True)
         if self.world > 1:

@@ -3,8 +3,6 @@
 Nothing here is stateful: a resumed run asks for step s and gets what the uninterrupted run got.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

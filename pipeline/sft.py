@@ -25,8 +25,6 @@ Tasks of `eval.tasks` beside those of pretraining:
 A source of weight 0 is measured and never trained on.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

@@ -10,17 +10,15 @@ free ids, and the rows of the embedding (and of an untied head) that belong to t
 of the tokens that were there before. The model card says so.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import load_config, model_folder
@@ -32,7 +30,7 @@ TABLES = ("decoder.embed_tokens.weight", "decoder.lm_head.weight")
 """Tensors with one row for every entry of the vocabulary."""
 
 
-def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_start(tree: Record) -> Record:
     """A composed recipe with `model`, `vision` and `tokenizer` as the directory of `run.init_from` has them.
 
     Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is
@@ -63,11 +61,11 @@ def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_same(section: str, given: Mapping[str, Any], found: Mapping[str, Any], directory: str) -> None:
+def _check_same(section: str, given: Record, found: Record, directory: str) -> None:
     for key, value in given.items():
         if key in VOCABULARY:
             continue
-        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
             _check_same(f"{section}.{key}", value, found[key], directory)
         elif key not in found or found[key] != value:
             raise UserError(
@@ -108,7 +106,7 @@ def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) 
     )
 
 
-def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
+def _without_vocabulary(config: FusionConfig) -> Record:
     plain = config.model_dump(mode="json", exclude={"media_token_id"})
     return plain | {"text": {key: value for key, value in plain["text"].items() if key not in VOCABULARY}}
 

@@ -1,8 +1,6 @@
 """The data of a run, stage by stage: a loader with the stage's length, budgets, mixture and order, and what
 it gave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +86,6 @@ class StageLoaders:
             length=stage.length,
             tokens=stage.tokens,
             max_patches=stage.max_patches,
-            max_vision_flops=stage.max_vision_flops,
             lanes=stage.lanes,
             rank=self.runtime.rank,
             world_size=self.runtime.world,

@@ -20,8 +20,6 @@ evaluate while others wait. `parallel.exchange_pictures` turns it on; the plan d
 ranks alike, whether a step is worth it.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time
@@ -36,6 +34,7 @@ from torch import Tensor, nn
 
 from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime, gradient_sync
@@ -179,12 +178,12 @@ class Meter:
         self._before, self._began_s, self._waited_s = dict(self.totals), self.seconds, 0.0
         return record
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Totals and times, equal on all ranks; every rank calls it."""
         self.flush()
         return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.totals = dict(state["totals"])
         self.seconds, self.step_s = state["seconds"], state["step_s"]
         self.restart_clock()

@@ -7,14 +7,12 @@ are about. A resume from step s keeps the records up to s and drops later ones, 
 Non-finite numbers are written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import plain, read_jsonl, write_atomic
+from earlyfusion.kernels.files import Record, plain, read_jsonl, write_atomic
 from earlyfusion.pipeline.config.compose import dump, flatten
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
@@ -58,7 +56,7 @@ def check_trackers(trackers: Sequence[str]) -> None:
             )
 
 
-def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, event: str | None = None) -> list[Record]:
     """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left
     out."""
     return [record for record in read_jsonl(path) if event is None or record.get("event") == event]
@@ -121,7 +119,7 @@ class Tracker:
             " --resume"
         )
 
-    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+    def log(self, step: int, numbers: Record) -> None:
         """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no
         terminal."""
         # The file first: whatever a tracker or a terminal does, the record is there.
@@ -131,7 +129,7 @@ class Tracker:
         if not self.progress.console.is_terminal:
             self.say(self.progress.line())
 
-    def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
+    def _send(self, step: int, numbers: Record) -> None:
         """The plain numbers to the trackers."""
         scalars = {key: value for key, value in numbers.items() if type(value) in (int, float)}
         if scalars:
@@ -147,7 +145,7 @@ class Tracker:
         if fields.get("message"):
             self.say(f"[{kind}] {self.progress.unit} {step}: {fields['message']}")
 
-    def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
+    def _write(self, step: int, event: str, fields: Record) -> None:
         if self._file is not None:
             # Flushed line by line: a killed run has told everything up to its last step.
             record = {"step": step, "event": event, "time": round(time.time(), 3)} | plain(dict(fields))
@@ -157,7 +155,7 @@ class Tracker:
             except OSError as error:
                 raise self._unwritable(error) from None
 
-    def tick(self, step: int, numbers: Mapping[str, Any]) -> None:
+    def tick(self, step: int, numbers: Record) -> None:
         """Show the numbers of a step and write nothing; cheap enough for every step."""
         if self.main:
             self.progress.update(step, numbers)

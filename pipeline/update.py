@@ -19,20 +19,18 @@ Whatever the policy, more than MAX_SKIPS bad steps among the last WINDOW steps s
 rollback beyond MAX_ROLLBACKS. The decision is a maximum over ranks, so all ranks act alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import Router, moe_layers, update_router_biases
 from earlyfusion.pipeline.runtime import Runtime
@@ -119,11 +117,11 @@ class Guard:
             return ""
         return f"loss {loss:.4g} is above {limit:.4g} (mean + {SIGMA:g} deviations)"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         lists = {"history": list(self.history), "recent_bad": list(self.recent_bad)}
         return lists | {"rollbacks": self.rollbacks}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.history = deque(state["history"], WINDOW)
         self.recent_bad = deque(state["recent_bad"], WINDOW)
         self.rollbacks = state["rollbacks"]
@@ -206,7 +204,7 @@ def update(
     return Update(grad_norm, verdict, load)
 
 
-def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> dict[str, Any]:
+def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> Record:
     """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
     if not load:
         return {}

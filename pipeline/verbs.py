@@ -4,8 +4,6 @@ A row is text alone, so that `earlyfusion --help` imports no verb. A higher floo
 its own (rl/verbs.py), which the package names (pipeline/package/__init__.py).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -13,8 +13,6 @@ A request that fails, times out or carries no score is tried again, then raises 
 it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -27,6 +25,7 @@ from typing import Any
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.models.tokens import content_parts
+from earlyfusion.kernels.files import Record
 from earlyfusion.rl.rewards import RewardError
 
 # Nobody controls the server: what it sends is bounded in size and time.
@@ -111,7 +110,7 @@ class Judge:
                 failure = error
         raise failure
 
-    def _call(self, path: str, body: dict[str, Any] | None, *place: str | int) -> Any:
+    def _call(self, path: str, body: Record | None, *place: str | int) -> Any:
         """What stands at `place` in the JSON answer of one request. Raises JudgeError for everything that can
         go wrong on the way, without the key."""
         headers = {"Content-Type": "application/json"}
@@ -137,7 +136,7 @@ class Judge:
             raise JudgeError(f"{self.url}{path}: {type(error).__name__}: {error}") from None
 
 
-def content(problem: Problem, response: str, rubric: Rubric) -> str | list[dict[str, Any]]:
+def content(problem: Problem, response: str, rubric: Rubric) -> str | list[Record]:
     """What the judge is shown: a text, or message parts where there is a picture."""
     # The mark depends on the whole answer, so the answer cannot hold it and end itself.
     mark = "answer-" + hashlib.sha256(response.encode("utf-8", "replace")).hexdigest()[:16]

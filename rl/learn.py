@@ -9,8 +9,6 @@ Legend: T tokens of a packed row, U tokens of its distinct answers, M tokens of 
 a minibatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

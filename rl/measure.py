@@ -20,13 +20,11 @@ what they are at the limit is their beginning. Programs find the true picture un
 shown.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -44,7 +42,7 @@ from earlyfusion.eval.measure import (
 )
 from earlyfusion.eval.measured import Measured, load_measured, paired, summary, write_measured
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -70,7 +68,7 @@ def measure_heldout(
     process calls it."""
     model.eval()
     section, rollout = config.eval, config.rollout
-    how: dict[str, Any] = {"problems": section.problems, "seed": section.seed, "samples": section.samples}
+    how: Record = {"problems": section.problems, "seed": section.seed, "samples": section.samples}
     how |= {"slots": rollout.slots, "share": (runtime.rank, runtime.world)}
     measured: list[Measured] = []
     # Answers with tools come in turns, so they are measured by another loop.
@@ -267,15 +265,13 @@ def measure(options: MeasureOptions) -> None:
         )
     # A file that cannot be read is named before the model is loaded.
     earlier = load_measured(options.against) if options.against else None
-    shared: dict[str, Any] = options.model_dump(
-        include={"problems", "seed", "samples", "slots", "temperature"}
-    )
+    shared: Record = options.model_dump(include={"problems", "seed", "samples", "slots", "temperature"})
     shared["pictures"] = parse_pictures(options.pictures)
     folder = model_folder(options.model)
     model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
 
     # The same problems without and with the tool.
-    result: dict[str, Any] = {"model": options.model, "seed": options.seed}
+    result: Record = {"model": options.model, "seed": options.seed}
     measured: list[Measured] = []
     if plain:
         # A recipe knows how long its answers may be.
@@ -327,9 +323,9 @@ def asked_for(options: MeasureOptions) -> tuple[list[TaskEntry], RolloutSection,
     return entries, rollout, weaker
 
 
-def show_differences(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def show_differences(title: str, rows: Sequence[Record]) -> None:
     """Print paired differences: those of eval.measured.paired, and of long2short."""
-    columns: dict[str, dict[str, Any]] = {}
+    columns: dict[str, Record] = {}
     for row in rows:
         name = " ".join([row["label"], row.get("way", ""), row["metric"]])
         for figure in ("before", "after", "value", "low", "high", "p_holm", "clear"):

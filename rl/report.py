@@ -7,8 +7,6 @@ Reads metrics.jsonl (events "train" and "eval"), eval/update-*.jsonl, rollouts.j
 the recipe.toml, versions.json and facts.json that every run writes. rl.html says what is shown of it.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections import defaultdict
@@ -28,6 +26,7 @@ from earlyfusion.data.synth.panels import render_text
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measured import Measured, by_problem, load_measured, paired, summary
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.report.page import (
     Series,
@@ -98,7 +97,7 @@ def read_measured(out: Path) -> dict[int, list[Measured]]:
     return {update: records for update, records in found.items() if records}
 
 
-def changes(measured: Mapping[int, Sequence[Measured]]) -> list[dict[str, Any]]:
+def changes(measured: Mapping[int, Sequence[Measured]]) -> list[Record]:
     """One row for each kind of problem, and one of all together where there are several: the paired
     difference of its score between the first and the last measurement (`eval.measured.paired`), and all means
     before and after as `sides`."""
@@ -115,7 +114,7 @@ def changes(measured: Mapping[int, Sequence[Measured]]) -> list[dict[str, Any]]:
     return [row | {"sides": (before[row["label"]], after[row["label"]])} for row in rows]
 
 
-def measured_curves(evals: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Series]:
+def measured_curves(evals: Sequence[Record], metric: str) -> dict[str, Series]:
     """Kind of problem -> a metric of its held-out problems over updates, from the events "eval"."""
     curves: dict[str, Series] = defaultdict(lambda: ([], []))
     for record in evals:
@@ -126,7 +125,7 @@ def measured_curves(evals: Sequence[Mapping[str, Any]], metric: str) -> dict[str
     return dict(curves)
 
 
-def kinds(train: Sequence[Mapping[str, Any]], key: str) -> dict[str, Series]:
+def kinds(train: Sequence[Record], key: str) -> dict[str, Series]:
     """A number of each kind of prompt over updates, and of all last, so that a kind keeps its colour
     everywhere."""
     curves = family(train, f"{key}/")
@@ -189,9 +188,7 @@ def read_groups(out: Path) -> list[Group]:
     return groups
 
 
-def gallery(
-    out: Path, measured: Mapping[int, Sequence[Measured]], recipe: str, each: int
-) -> list[dict[str, Any]]:
+def gallery(out: Path, measured: Mapping[int, Sequence[Measured]], recipe: str, each: int) -> list[Record]:
     """The kinds of prompts, each with its `groups` and `pairs` by title, every one as (picture, group or
     pair). each: how many of one sort."""
     groups: dict[str, list[Group]] = defaultdict(list)
@@ -215,7 +212,7 @@ def gallery(
     for label in dict.fromkeys([*groups, *last]):
         own, before, after = groups[label], first.get(label, {}), last.get(label, {})
         pairs = [(before[key], after[key]) for key in after if key in before]
-        kind: dict[str, Any] = {"label": label, "logged": len(own), "measured": len(pairs)}
+        kind: Record = {"label": label, "logged": len(own), "measured": len(pairs)}
         kind["groups"], kind["pairs"] = {}, {}
         for title, some in sorts(own, each).items():
             kind["groups"][title] = [(shown(group, group.image), group) for group in some]
@@ -263,7 +260,7 @@ def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     return found
 
 
-def task_options(recipe: str) -> dict[str, dict[str, Any]]:
+def task_options(recipe: str) -> dict[str, Record]:
     """Task name -> options, from the text of a recipe; {} when it cannot be read."""
     try:
         config = RLConfig.model_validate(tomllib.loads(recipe))
@@ -272,7 +269,7 @@ def task_options(recipe: str) -> dict[str, dict[str, Any]]:
     return {entry.name: entry.options for entry in (*config.measured, *config.tasks)}
 
 
-def redraw(key: str, form: str, target: str, options: Mapping[str, Any]) -> PILImage.Image | None:
+def redraw(key: str, form: str, target: str, options: Record) -> PILImage.Image | None:
     """The picture of a problem, which no measurement stores: a function of its key. options: of the recipe's
     tasks, by name.
 

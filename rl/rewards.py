@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
@@ -32,9 +32,9 @@ from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
 
-RewardFunction: TypeAlias = Callable[[Problem, str], float]
-Isolation: TypeAlias = Literal["inline", "process"]
-Item: TypeAlias = tuple[Problem, str]
+RewardFunction = Callable[[Problem, str], float]
+Isolation = Literal["inline", "process"]
+Item = tuple[Problem, str]
 # From well to worst; metrics.jsonl counts all but the first.
 STATUSES = ("ok", "outside", "invalid", "error", "timeout", "died")
 START_S = 120.0

@@ -26,15 +26,12 @@ and report.html.
 The engine that answers and the curated documents beside it, which no other stage has, are built here too.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +39,7 @@ from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
@@ -231,7 +228,7 @@ class Reinforcement:
                 self.save()
         return self.finish()
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> Record:
         """What comes before the first iteration: the start is measured, and Toggle's budgets."""
         found = self.measure()
         if budget_phase(self.config.toggle, 0):
@@ -239,7 +236,7 @@ class Reinforcement:
         self.begun = True
         return found
 
-    def unless_stopped(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def unless_stopped(self, action: Callable[[], Record]) -> Record | None:
         """What `action` gives; None where a signal came while it collected answers, and then nothing has
         changed."""
         prompts, counts = self.prompts.state_dict(), self.rewards.counts.copy()
@@ -252,10 +249,10 @@ class Reinforcement:
             self.collector.carried, self.rewards.counts = carried, counts
             return None
 
-    def iterate(self) -> dict[str, Any]:
+    def iterate(self) -> Record:
         """One iteration; returns its numbers."""
         config = self.config
-        record: dict[str, Any] = {"temperature": temperature(config.temperature, self.update)}
+        record: Record = {"temperature": temperature(config.temperature, self.update)}
         # k1.5: a new reference policy is a new problem, to which old moments do not belong.
         if config.objective.reset_optimizer:
             self.optimizer.state.clear()
@@ -318,7 +315,7 @@ class Reinforcement:
         table_2P.index_add_(1, found.bins_N, torch.stack([shares_N, torch.ones_like(shares_N)]))
         self.prompts.count(*self.runtime.sum(table_2P))
 
-    def learn(self, found: Experience) -> dict[str, Any]:
+    def learn(self, found: Experience) -> Record:
         """The updates of this iteration; returns their numbers."""
         train, ptx, runtime = self.config.train, self.config.ptx, self.runtime
         self.model.train()
@@ -354,7 +351,7 @@ class Reinforcement:
         self.model.eval()
 
         tokens = max(1.0, totals["tokens"])
-        record: dict[str, Any] = {"lr": lr, "loss": totals["loss"] / len(steps)}
+        record: Record = {"lr": lr, "loss": totals["loss"] / len(steps)}
         record["grad_norm"] = sum(step.grad_norm for step in steps) / len(steps)
         record |= {"refused": sum(step.refused for step in steps), "empty": sum(step.empty for step in steps)}
         if found.scored:
@@ -409,7 +406,7 @@ class Reinforcement:
 
     # -------------------------------------------------------------------------------- what is measured
 
-    def log(self, record: dict[str, Any], seconds: float) -> None:
+    def log(self, record: Record, seconds: float) -> None:
         """A line of the terminal at every update, a record every `track.log_every`, rollouts every
         `log.rollouts_every`."""
         config, last = self.config, self.update == self.config.total_updates
@@ -427,7 +424,7 @@ class Reinforcement:
             if self.runtime.is_main:
                 self.rollouts.write(groups, runner.weaker if runner is not None else "")
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> Record:
         """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank
         0."""
         if not self.config.eval.problems:

@@ -3,8 +3,6 @@
 A module is imported when its verb is called; the lists of them need no torch.
 """
 
-from __future__ import annotations
-
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.verbs import VERBS, Verb
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 
 # `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is
 # another function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset
@@ -110,7 +111,7 @@ class VisionConfig(BaseModel):
         return cls(**{**PRESETS[name], **overrides})
 
 
-_SO400M: dict[str, Any] = dict(
+_SO400M: Record = dict(
     hidden_size=1152,
     num_hidden_layers=27,
     num_attention_heads=16,
@@ -123,7 +124,7 @@ _SO400M: dict[str, Any] = dict(
     projector="v1",
 )
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Record] = {
     # Kimi K3: trained from scratch with next-token prediction; the default.
     "moonvit_v2": {},
     # Kimi-VL: images only. 4,096 patches is the budget of Kimi-VL-A3B.

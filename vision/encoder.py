@@ -33,17 +33,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import function_at
+from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
-TOWERS: dict[str, Any] = {}
+TOWERS: Record = {}
 """Every registered tower by its name."""
 
 
@@ -131,7 +131,7 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
 
 
 @lru_cache(maxsize=64)
-def _axial_turns(sides: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+def _axial_turns(sides: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Unit complex numbers [sides, head_dim / 4], angles in float64: coordinate n turns pair i of its axis by
     n * theta^(-4 i / head_dim)."""
     frequency = theta ** (-4.0 * torch.arange(head_dim // 4, dtype=torch.float64) / head_dim)
@@ -139,7 +139,7 @@ def _axial_turns(sides: int, head_dim: int, theta: float, device: torch.device) 
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
 
 
-def rope_turns(row_P: torch.Tensor, col_P: torch.Tensor, cfg: VisionConfig) -> torch.Tensor:
+def rope_turns(row_P: Tensor, col_P: Tensor, cfg: VisionConfig) -> Tensor:
     """Unit complex numbers [P, head_dim / 2] of the 2-D RoPE, complex64, on the device of the coordinates.
 
     Pair 2i carries the column (x) and pair 2i+1 the row (y), both with frequency i: x and y alternate.
@@ -150,7 +150,7 @@ def rope_turns(row_P: torch.Tensor, col_P: torch.Tensor, cfg: VisionConfig) -> t
 
 
 @lru_cache(maxsize=64)
-def time_table(frames: int, width: int) -> torch.Tensor:
+def time_table(frames: int, width: int) -> Tensor:
     """Fixed table [frames + 1, width], float32: row 0 is zero (single images), row f + 1 belongs to frame f
     of a clip.
 
@@ -167,15 +167,15 @@ def time_table(frames: int, width: int) -> torch.Tensor:
 class GridTensors:
     """Device side of a VisionGrid. Optional fields are None when the pack does not need them."""
 
-    order_P: torch.Tensor  # int64: row of the incoming patch that stands at this place
-    turns_PK: torch.Tensor  # complex64: 2-D RoPE
-    position_index_UW: torch.Tensor  # int64: taps into the flattened position table
-    position_weight_UW: torch.Tensor  # float32
-    position_row_P: torch.Tensor | None = None
+    order_P: Tensor  # int64: row of the incoming patch that stands at this place
+    turns_PK: Tensor  # complex64: 2-D RoPE
+    position_index_UW: Tensor  # int64: taps into the flattened position table
+    position_weight_UW: Tensor  # float32
+    position_row_P: Tensor | None = None
     """int64: which of the U rows a patch adds; None when that is 0..P-1"""
-    time: tuple[torch.Tensor, torch.Tensor] | None = None
+    time: tuple[Tensor, Tensor] | None = None
     """int64 row_P of the time table, and the table float32 [t, C]"""
-    frames: tuple[torch.Tensor, torch.Tensor] | None = None
+    frames: tuple[Tensor, Tensor] | None = None
     """[F, M] each: int64 f-th frame of token m as a row of the unpooled tokens; float32 1 / t, or 0 past the
     last frame"""
 
@@ -266,7 +266,7 @@ class VisionGrid:
             first_patch, first_token = first_patch + t * size, first_token + t * tokens
 
         # Not waited for: the copy runs beside the host's next work.
-        def put(array: np.ndarray) -> torch.Tensor:
+        def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
         order_P, row_P, col_P, position_P, time_P = map(put, np.concatenate(parts, axis=1))
@@ -292,14 +292,14 @@ class VisionGrid:
 class Linear(nn.Linear):
     """nn.Linear by the project's own product (kernels/products.py)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm in its weight's dtype: fp32 weights keep fp32 statistics under bf16 autocast."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -332,7 +332,7 @@ class Drawn(nn.Module):
         draw(self, self.std)
 
 
-def zero_anchor(module: nn.Module) -> torch.Tensor:
+def zero_anchor(module: nn.Module) -> Tensor:
     """A scalar 0 that depends on every parameter of `module`: added to a loss, it gives each a gradient of
     zeros.
 
@@ -359,7 +359,7 @@ class PatchProjection(Drawn):
         self.bias = nn.Parameter(torch.empty(cfg.hidden_size)) if cfg.bias else None
         self.reset_parameters()
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: Tensor) -> Tensor:
         """Patches [P, 3, p, p], uint8 (normalised here: (x / 255 - 0.5) / 0.5) or float (already so) -> [P,
         C]."""
         x = patches.flatten(1)
@@ -378,7 +378,7 @@ class PositionTable(Drawn):
         self.weight = nn.Parameter(torch.empty(cfg.pos_emb_height, cfg.pos_emb_width, cfg.hidden_size))
         self.reset_parameters()
 
-    def forward(self, at: GridTensors) -> torch.Tensor:
+    def forward(self, at: GridTensors) -> Tensor:
         """Positions [P, C] in float32 or wider; a clip (t > 1) also gets the sine/cosine row of each frame.
 
         Each size in the pack is resampled once; images that share it gather the result.
@@ -404,7 +404,7 @@ class PatchEmbed(nn.Module):
         self.proj = PatchProjection(cfg)
         self.pos_emb = PositionTable(cfg)
 
-    def forward(self, patches: torch.Tensor, at: GridTensors) -> torch.Tensor:
+    def forward(self, patches: Tensor, at: GridTensors) -> Tensor:
         x = self.proj(patches)
         # Under autocast the projection is bfloat16 while parameters
         # are float32: the residual stream stays float32.
@@ -420,7 +420,7 @@ class EncoderMLP(Drawn):
         self.fc1 = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.bias)
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
 
 
@@ -440,7 +440,7 @@ class EncoderBlock(Drawn):
         self.mlp = EncoderMLP(cfg)
         self.reset_parameters()
 
-    def attend(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def attend(self, x_PC: Tensor, turns_PK: Tensor, segments: Segments) -> Tensor:
         """Attention branch on normed input [P, C] -> [P, C]."""
         # One product for q, k and v: they read the same input.
         qkv_P3HD = self.wqkv(x_PC).view(-1, 3, self.num_heads, self.head_dim)
@@ -451,7 +451,7 @@ class EncoderBlock(Drawn):
         o_PHD, _ = attention(q_PHD, k_PHD, v_PHD, segments, causal=False, scale=self.head_dim**-0.5)
         return self.wo(o_PHD.flatten(1))
 
-    def forward(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def forward(self, x_PC: Tensor, turns_PK: Tensor, segments: Segments) -> Tensor:
         x_PC = x_PC + self.attend(self.norm0(x_PC), turns_PK, segments)
         return x_PC + self.mlp(self.norm1(x_PC))
 
@@ -465,7 +465,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList([EncoderBlock(cfg) for _ in range(cfg.num_hidden_layers)])
         self.final_layernorm = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
 
-    def forward(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def forward(self, x_PC: Tensor, turns_PK: Tensor, segments: Segments) -> Tensor:
         """[P, C] in merge order -> [P / merge size, merge size, C]."""
         for block in self.blocks:
             x_PC = block(x_PC, turns_PK, segments)
@@ -489,7 +489,7 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(cfg)
         self.encoder = Encoder(cfg)
 
-    def forward(self, patches: torch.Tensor, grid: VisionGrid) -> torch.Tensor:
+    def forward(self, patches: Tensor, grid: VisionGrid) -> Tensor:
         """Patches [P, 3, p, p] (uint8, or float already normalised to -1..1) of the items in `grid`, in their
         order.
 
@@ -550,7 +550,7 @@ class Projector(Drawn):
     def reset_parameters(self) -> None:
         draw(self.proj, self.std)
 
-    def forward(self, features_MGC: torch.Tensor) -> torch.Tensor:
+    def forward(self, features_MGC: Tensor) -> Tensor:
         """[M, G, C] -> [M, D]; M may be 0."""
         # v1 norms each patch by itself, before the patches of a token are joined.
         x = features_MGC if self.pre_norm is None else self.pre_norm(features_MGC)

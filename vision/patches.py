@@ -7,20 +7,19 @@ them, so a batch is a quarter of its float32 size in host memory and on the way 
 Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t*h*w patches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from earlyfusion.vision.config import VisionConfig
 
-Grid: TypeAlias = tuple[int, int, int]
+Grid = tuple[int, int, int]
 
 
 class Resize(NamedTuple):
@@ -84,7 +83,7 @@ def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
     return (h // merge[0]) * (w // merge[1])
 
 
-def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
+def patchify(frames: np.ndarray, patch_size: int) -> Tensor:
     """Cut uint8 frames [t, H, W, 3] of whole patches into patches [P, 3, p, p]: frame by frame, row by row,
     left to right."""
     t, height, width, channels = frames.shape
@@ -94,7 +93,7 @@ def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(cut)).view(-1, channels, p, p)
 
 
-def unpatchify(patches: torch.Tensor, grid: Grid) -> np.ndarray:
+def unpatchify(patches: Tensor, grid: Grid) -> np.ndarray:
     """Inverse of `patchify`: patches [P, 3, p, p] of one item back to frames [t, h*p, w*p, 3]."""
     t, h, w = grid
     _, channels, p, _ = patches.shape
@@ -203,14 +202,14 @@ def fit(
     return canvas
 
 
-def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
+def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) -> tuple[Tensor, Grid]:
     """One image -> (uint8 patches [h*w, 3, p, p], (1, h, w))."""
     rgb = to_rgb(image, cfg.alpha_background)
     size = navit_size(*rgb.size, cfg)
     return patchify(fit(rgb, size, exact=exact), cfg.patch_size), grid_of(size, cfg)
 
 
-def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
+def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[Tensor, Grid]:
     """One group of frames uint8 [t, H, W, 3] -> (uint8 patches [t*h*w, 3, p, p], (t, h, w))."""
     # Every frame of a clip has the same size, so one rule serves the group.
     size = navit_size(frames.shape[2], frames.shape[1], cfg, patch_limit=cfg.in_patch_limit_each_frame)
@@ -219,7 +218,7 @@ def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -
 
 def prepare_frames(
     frames: Sequence[Image.Image], cfg: VisionConfig, *, exact: bool = True
-) -> list[tuple[torch.Tensor, Grid]]:
+) -> list[tuple[Tensor, Grid]]:
     """Video frames -> items of up to `cfg.pos_emb_time` frames: a list of (uint8 patches [t*h*w, 3, p, p],
     (t, h, w)).
 

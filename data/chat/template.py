@@ -37,8 +37,6 @@ OpenAI form) become a system message before all others.
 Every mistake is a BadSample that names the row, what was found and what was expected.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -63,7 +61,7 @@ from earlyfusion.data.sample import (
 )
 from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import Record, write_atomic
 
 Template = Literal["chat", "qa"]
 Wording = Literal["chat", "qa", "plain"]
@@ -84,7 +82,7 @@ class ToolCall:
     """One call of a tool: JSON values by argument name."""
 
     tool: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Record = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Names stand in the markup as they are: a quotation mark in one could add an attribute.
@@ -324,7 +322,7 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
     return messages
 
 
-def turns_of(row: Any, where: str) -> list[tuple[str, list[Part], Mapping[str, Any]]]:
+def turns_of(row: Any, where: str) -> list[tuple[str, list[Part], Record]]:
     """Role, content and the whole of every turn; raises BadSample (bad_json, empty_text)."""
     turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
     if not isinstance(turns, list):
@@ -332,7 +330,7 @@ def turns_of(row: Any, where: str) -> list[tuple[str, list[Part], Mapping[str, A
     read = []
     for number, turn in enumerate(turns):
         here = f"{where}: message {number}"
-        if not isinstance(turn, Mapping):
+        if not isinstance(turn, dict):
             found = type(turn).__name__
             raise BadSample(f"{here}: is {found}, expected an object with role and content", "bad_json")
         # ShareGPT and LLaVA say from and value.
@@ -378,7 +376,7 @@ def _parts(content: Any, here: str) -> list[Part]:
     return parts
 
 
-def _fill_places(read: Sequence[tuple], row: Mapping[str, Any], where: str) -> None:
+def _fill_places(read: Sequence[tuple], row: Record, where: str) -> None:
     """Give every place without a name the next of the row's pictures; counts that differ are refused."""
     for kind in ("image", "video"):
         # One picture is often not in a list.
@@ -424,7 +422,7 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
     return VideoFile(found, max_frames=media.max_frames, fps=media.fps)
 
 
-def _message(role: str, content: tuple[Segment, ...], turn: Mapping[str, Any], number: int) -> Message:
+def _message(role: str, content: tuple[Segment, ...], turn: Record, number: int) -> Message:
     # An empty thought is a thought: the channel is there and empty.
     calls, thinking = turn.get("tool_calls") or [], turn.get("reasoning_content")
     if not isinstance(calls, list):

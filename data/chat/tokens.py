@@ -16,8 +16,6 @@ is never text: what stands between <|open|> or <|close|> and <|sep|> names an el
 Legend: n tokens, P patches.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -15,7 +15,6 @@ Legend: n tokens of a document, T positions of a micro-batch, P patches, p patch
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,6 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import decode_video
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
@@ -236,17 +234,9 @@ def _regions_text(regions: Regions, media: list[Media]) -> str:
     return write_regions(regions, media[regions.media].original, media[regions.media].resized)
 
 
-def next_cut(
-    document: Encoded,
-    start: int,
-    length: int,
-    max_patches: int,
-    newline: np.ndarray,
-    cost: VisionCost | None = None,
-    max_cost: float = math.inf,
-) -> int:
-    """Where the piece that begins at `start` ends: at most `length` tokens ([BOS] counted), `max_patches`
-    patches and `max_cost` FLOPs of the vision tower.
+def next_cut(document: Encoded, start: int, length: int, max_patches: int, newline: np.ndarray) -> int:
+    """Where the piece that begins at `start` ends: at most `length` tokens ([BOS] counted) and `max_patches`
+    patches.
 
     Never inside a media span. A short rest is shared by the last two pieces. Prefers the last line end in the
     second half of the window (`newline[id]`: the token ends with a line feed), else the latest allowed
@@ -255,23 +245,19 @@ def next_cut(
     total = len(document)
     # A piece from the middle begins with [BOS] of its own, which takes a place.
     limit = min(start + length - int(start > 0), total)
-    patches, spent = 0, 0.0
+    patches = 0
     for (first, stop), grid in zip(document.spans, document.grids):
         if first < start:
             continue
         patches += num_patches(grid)
-        # Asked for only where there is a limit: the sum over a document of many pictures costs time.
-        if cost is not None and max_cost < math.inf:
-            spent += cost.of([grid])
-        if stop > limit or patches > max_patches or spent > max_cost:
+        if stop > limit or patches > max_patches:
             limit = min(limit, first)
             # A cut before the first token, or behind [BOS] alone, would never end.
             if first <= max(start, 1):
                 raise BadSample(
                     f"{document.source} {document.key}: an image takes {stop - first} tokens and"
                     f" {num_patches(grid)} patches; length = {length} and max_patches = {max_patches}"
-                    f" allow less (or max_vision_flops = {max_cost:.3g}): raise them or lower"
-                    " vision.in_patch_limit",
+                    " allow less: raise them or lower vision.in_patch_limit",
                     "over_budget",
                 )
             break

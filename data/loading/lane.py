@@ -9,15 +9,12 @@ stop, tokens, patches, FLOPs) references. A resume reads nothing before the curs
 is about to be packed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
@@ -34,10 +31,11 @@ from earlyfusion.data.loading.encode import (
 from earlyfusion.data.loading.order import Blend, Permutation, Schedule
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import Record
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 
-Reference: TypeAlias = tuple[str, int, int, int, int]
+Reference = tuple[str, int, int, int, int]
 """(source, epoch, index, first token, end) of a piece."""
 _MARGIN = 1.1
 """Documents passed over for a skip, relative to the mean."""
@@ -58,17 +56,10 @@ class Geometry:
     """Positions of one micro-batch: rows x length, laid end to end."""
     max_patches: int
     """Most patches of one micro-batch."""
-    max_vision_flops: float | None = None
-    """Most forward FLOPs of the vision tower in one micro-batch; None for no limit."""
     lanes: int = 1
     """Micro-batches of one optimizer step, over all ranks."""
     stage: int = 0
     """Number of the training stage; each stage has an order of its own."""
-
-    @property
-    def max_cost(self) -> float:
-        """`max_vision_flops`, infinity for no limit."""
-        return math.inf if self.max_vision_flops is None else self.max_vision_flops
 
 
 @dataclass(frozen=True)
@@ -101,12 +92,12 @@ class Spec:
             sources[config.name] = source
         return sources
 
-    def identity(self, sources: Mapping[str, Source]) -> dict[str, Any]:
+    def identity(self, sources: Mapping[str, Source]) -> Record:
         """What a saved cursor belongs to; a resume with another identity is refused, naming the
         differences."""
         vision, decode = self.vision, self.data.decode
         # Whatever changes the tokens of a document or the order they come in.
-        facts: dict[str, Any] = {
+        facts: Record = {
             "version": 4,
             "seed": self.data.seed,
             "lookahead": self.data.lookahead,
@@ -157,7 +148,7 @@ class Stream:
         """Documents of this lane already finished; first token of the next piece inside the current one."""
         self.documents = self.tokens = 0
         """Documents read and their tokens, those left out not counted."""
-        self.skipped: list[dict[str, Any]] = []
+        self.skipped: list[Record] = []
         """Samples left out and not yet taken for the log."""
         self._document: Encoded | None = None
 
@@ -196,8 +187,8 @@ class Stream:
                 if self.spec.data.overlong == "skip":
                     refuse_longer(document, geometry.length)
                 # A picture that no batch can hold is refused by the cut.
-                limits = (geometry.length, geometry.max_patches, self.spec.tokenizer.ends_line)
-                stop = next_cut(document, self.start, *limits, self.spec.cost, geometry.max_cost)
+                newline = self.spec.tokenizer.ends_line
+                stop = next_cut(document, self.start, geometry.length, geometry.max_patches, newline)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
                     raise
@@ -270,7 +261,7 @@ class Lane:
         sources: Mapping[str, Source],
         index: int,
         watch: Watch,
-        state: Mapping[str, Any] | None = None,
+        state: Record | None = None,
     ) -> None:
         self.spec, self.index, self.watch = spec, index, watch
         # Every lane has cursors of its own: the ranks share nothing.
@@ -294,7 +285,7 @@ class Lane:
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Everything the next batch depends on, as JSON types."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
@@ -306,7 +297,7 @@ class Lane:
             "skips": [list(span) for span in self.skips],
         }
 
-    def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
+    def next_batch(self) -> tuple[PackedBatch, list[Record]]:
         """The next micro-batch, and the samples left out on the way (loader.py); raises DataExhausted when
         every source has reached its max_epochs."""
         # Order matters: a skip moves the cursors that the refill reads from.
@@ -374,7 +365,7 @@ class Lane:
         if geometry.lanes > 1:
             costs = sum(size.cost for size in sizes)
             aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
-        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
+        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, math.inf), aim)
 
         # From the end, so that the places of the others stay.
         documents = []
@@ -384,7 +375,7 @@ class Lane:
             documents.append(held.piece or self.streams[name].encoded(epoch, index).piece(start, stop))
         return documents[::-1]
 
-    def _take_skipped(self) -> list[dict[str, Any]]:
+    def _take_skipped(self) -> list[Record]:
         """Samples left out since the last step, counted and with their place in the run."""
         entries = []
         place = {"stage": self.spec.geometry.stage, "lane": self.index, "step": self.steps + 1}
@@ -410,7 +401,7 @@ class Lane:
             self.steps += count
 
 
-def add_skip(state: dict[str, Any], first: int, end: int) -> None:
+def add_skip(state: Record, first: int, end: int) -> None:
     """Enter the range of steps [first, end) into a lane's state; overlapping ranges become one."""
     spans: list[list[int]] = []
     # Sorted by their beginnings, ranges that meet stand side by side.

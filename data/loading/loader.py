@@ -51,7 +51,7 @@ from earlyfusion.data.loading.lane import Geometry, Lane, Spec, Watch, add_skip
 from earlyfusion.data.loading.order import Schedule
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.files import read_jsonl
+from earlyfusion.kernels.files import Record, read_jsonl
 from earlyfusion.vision.config import VisionConfig
 
 FILE = "skipped.jsonl"
@@ -64,16 +64,16 @@ MIN_READ = 200
 _PIPE_BYTES, _SET_PIPE_SIZE = 1 << 20, 1031
 """1 MiB in place of 64 KiB; F_SETPIPE_SZ of Linux."""
 
-States = Mapping[int, Mapping[str, Any] | None]
+States = Mapping[int, Record | None]
 
 
 class Step(NamedTuple):
     """One optimizer step of some lanes."""
 
     batches: dict[int, PackedBatch]
-    states: dict[int, dict[str, Any]]
+    states: dict[int, Record]
     """Lane -> its state after the batch."""
-    skipped: list[dict[str, Any]]
+    skipped: list[Record]
     """Samples left out while the step was prepared (loader.py)."""
 
 
@@ -270,7 +270,7 @@ def skip_file(folder: str | Path, rank: int = 0) -> Path:
     return Path(folder) / (FILE if rank == 0 else f"skipped-rank{rank}.jsonl")
 
 
-def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def append_skipped(path: Path, entries: Sequence[Record]) -> None:
     """Add lines in one write, so that a kill tears at most the last."""
     # The first loss may come before the run has written anything.
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,9 +279,9 @@ def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         file.write("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
+def read_skipped(folder: str | Path) -> list[Record]:
     """Every sample left out by any process of the run, once, in the order of stage, step and lane."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], Record] = {}
     for path in sorted(Path(folder).glob("skipped*.jsonl")):
         for entry in read_jsonl(path):
             place = tuple(entry.get(name) for name in ("stage", "step", "lane", "source", "epoch", "index"))
@@ -291,7 +291,7 @@ def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
     return [found[place] for place in sorted(found)]
 
 
-def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+def total(states: Iterable[Record]) -> dict[str, Counter[str]]:
     """Sums over lanes of their counts (`Lane.counts`), from their states."""
     # From the states and not from the lanes, which may live in another process.
     sums: dict[str, Counter[str]] = {}
@@ -306,7 +306,7 @@ class Loader:
 
     Args:
         data, tokenizer, vision: what is read, and how it becomes tokens and patches.
-        sizes: what one micro-batch is (lane.Geometry): length, tokens, max_patches, max_vision_flops,
+        sizes: what one micro-batch is (lane.Geometry): length, tokens, max_patches,
             lanes (micro-batches of one optimizer step over all ranks, a multiple of `world_size`) and stage.
             Documents lie end to end, each known by its segment, so a row has no edge that anything could see.
         weights: mixture weights by source, in place of those of the config.
@@ -350,7 +350,7 @@ class Loader:
         # Taken once: fingerprints of sources may read a file list.
         self._identity = self.spec.identity(self.sources)
         self._feeds: list[Feed] = []
-        self._states: dict[int, dict[str, Any]] = {}
+        self._states: dict[int, Record] = {}
         # Built to see their states, and to refuse impossible shares before the run.
         for index in range(rank, geometry.lanes, world_size):
             self._states[index] = Lane(self.spec, self.sources, index, Watch()).state_dict()
@@ -370,7 +370,7 @@ class Loader:
             # Not before the first step: a resume loads states first, and processes cost memory.
             self._feeds = open_feeds(self.spec, self.sources, self._states)
         batches: dict[int, PackedBatch] = {}
-        skipped: list[dict[str, Any]] = []
+        skipped: list[Record] = []
         for step in [feed.get() for feed in self._feeds]:
             batches |= step.batches
             self._states |= step.states
@@ -421,12 +421,12 @@ class Loader:
         for state in self._states.values():
             add_skip(state, steps.start, steps.stop)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Where this rank's lanes stand after the last `next_step`, as JSON types; a few kB for each lane."""
         lanes = {str(lane): deepcopy(state) for lane, state in self._states.items()}
         return {"identity": self._identity, "lanes": lanes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken, bit for bit.
 
         On another number of ranks, give the merged states of all (`merge_states`). Raises DataError, naming
@@ -452,7 +452,7 @@ class Loader:
         self.close()
         self._states = {lane: deepcopy(state["lanes"][str(lane)]) for lane in self._states}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Record:
         """What this rank has delivered so far, as it came out and not as it was configured.
 
         tokens, media_tokens (image features), vision_tokens (in documents with a picture), their shares of
@@ -469,9 +469,9 @@ class Loader:
         return {**counts, "positions": positions, "epochs": epochs, "shares": shares}
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Sequence[Record]) -> Record:
     """The states of all ranks of a run as one, which any number of ranks can load."""
-    lanes: dict[str, Any] = {}
+    lanes: Record = {}
     for state in states:
         lanes |= state["lanes"]
     return {**states[0], "lanes": lanes}

@@ -8,14 +8,12 @@ change with the step (`Schedule`), and `vision_share` fixes how much of the toke
 picture, whatever the weights are.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.files import Record
 
 _MASK = (1 << 64) - 1
 
@@ -121,12 +119,12 @@ class Mixture:
         due = self._due(available, ahead=1)
         return max(due, key=due.__getitem__, default=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Weights and account as JSON types."""
         # The weights, too: those in force are part of where the account stands.
         return {name: dict(table) for name, table in vars(self).items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken."""
         for name, table in state.items():
             setattr(self, name, dict(table))
@@ -253,11 +251,11 @@ class Blend:
                 " vision_share cannot be reached; set vision = false for sources of text"
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """Both accounts as JSON types; the schedule belongs to the caller, like that of the learning rate."""
         return {"sources": self.sources.state_dict(), "kinds": self.kinds.state_dict(), "blank": self.blank}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """Continue where `state_dict` was taken."""
         self.sources.load_state_dict(state["sources"])
         self.kinds.load_state_dict(state["kinds"])

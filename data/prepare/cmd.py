@@ -6,8 +6,6 @@ result is the same, byte for byte, for any number of workers and after any inter
 again to go on.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections import Counter, deque
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -43,7 +41,7 @@ from earlyfusion.data.prepare.write import (
 from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
 from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import did_you_mean, one_line
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.vision.config import PRESETS
 
 CHUNK = 32
@@ -300,7 +298,7 @@ def _recheck(out: Path, console: Console) -> None:
     console.print(f"{out}: {sizes}, all as written", soft_wrap=True)
 
 
-def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
+def _report(out: Path, manifest: Record, console: Console) -> None:
     # What one wants to know of a new data set before training on it.
     table = Table(title=str(out), show_header=False)
     table.add_row("samples", f"{manifest['samples']:,} of {manifest['items']:,} items")

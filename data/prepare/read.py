@@ -5,8 +5,6 @@ An item is the files of one name in a folder, a sample of a shard, or a row: of 
 in each, taken apart into the members of one sample.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import mmap

@@ -8,8 +8,6 @@ leaves out duplicates, and goes on where a killed run stopped:
     index.json  skipped.jsonl                      written last
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -23,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,7 +43,7 @@ from earlyfusion.data.shards.read import (
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.kernels.files import replacing, write_atomic, write_json
+from earlyfusion.kernels.files import Record, replacing, write_atomic, write_json
 from earlyfusion.vision.config import VisionConfig
 
 SUMS = ("tokens", "patches", "media", "content_bytes")
@@ -209,7 +206,7 @@ class ShardSet:
     def __init__(self, out: Path, max_bytes: int, max_samples: int, dedup: bool) -> None:
         self.out, self.max_bytes, self.max_samples, self.dedup = out, max_bytes, max_samples, dedup
         # Of every finished shard what index.json will say.
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[Record] = []
         self.seen: set[str] = set()
         self.next_item, self.finished = 0, False
         self._stored: list[Outcome] = []
@@ -245,7 +242,7 @@ class ShardSet:
             if path.name.endswith(".tmp") or (name.startswith("shard-") and name[:12] not in kept):
                 path.unlink()
 
-    def _enter(self, header: dict[str, Any]) -> None:
+    def _enter(self, header: Record) -> None:
         entry = {name: header[name] for name in ("samples", "bytes", "sha256", *SUMS, *TABLES)}
         self.entries.append({"name": header["shard"], **entry})
 
@@ -301,7 +298,7 @@ class ShardSet:
         self._enter(ShardIndex(index).header)
         self.next_item, self._stored, self._left_out, self._blocks = stop, [], [], 0
 
-    def finish(self, items: int, about: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, items: int, about: Record) -> Record:
         """Close the last shard, write skipped.jsonl and index.json; returns what index.json holds.
 
         Raises DataError when no item could be used; skipped.jsonl is there all the same.
@@ -324,7 +321,7 @@ class ShardSet:
                 f"none of {items} items can be used ({reasons}); see {self.out / SKIPPED}{''.join(first)}"
             )
 
-        manifest: dict[str, Any] = {"earlyfusion_shards": 1, "items": items, **about, "shards": self.entries}
+        manifest: Record = {"earlyfusion_shards": 1, "items": items, **about, "shards": self.entries}
         for name in ("samples", "bytes", *SUMS):
             manifest[name] = sum(entry[name] for entry in self.entries)
         for name in TABLES:
@@ -336,7 +333,7 @@ class ShardSet:
         return manifest
 
 
-def fault_of(path: Path, entry: dict[str, Any]) -> str:
+def fault_of(path: Path, entry: Record) -> str:
     """What is wrong with a shard that index.json lists as `entry`: its size, checksum or index; "" for
     nothing."""
     if not path.is_file():

@@ -9,8 +9,6 @@ URLs are read by fsspec, but http by the standard library, which needs no furthe
 bytes than were asked for, whatever a server sends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import gzip
@@ -32,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.kernels.files import replacing
+from earlyfusion.kernels.files import Record, replacing
 
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 MANIFEST = "index.json"
@@ -193,7 +191,7 @@ class _Manifest(BaseModel):
     skipped: dict[str, Count] = {}
 
 
-def read_manifest(folder: str) -> dict[str, Any] | None:
+def read_manifest(folder: str) -> Record | None:
     """The index.json of a folder of shards written by `earlyfusion prepare`; None when there is none, or
     another's.
 
@@ -213,7 +211,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         return None
 
     try:
-        manifest: dict[str, Any] = json.loads(raw)
+        manifest: Record = json.loads(raw)
         _Manifest.model_validate(manifest)
     except (ValueError, RecursionError):
         raise DataError(

@@ -54,7 +54,7 @@ from earlyfusion.data.shards.fetch import (
     short_names,
     stamp,
 )
-from earlyfusion.kernels.files import replacing
+from earlyfusion.kernels.files import Record, replacing
 
 INDEX_VERSION = 1
 INDEX_SUFFIX = ".index.jsonl"
@@ -247,7 +247,7 @@ def _parse(line: bytes) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> Record:
     """The first line of an index file; raises DataError when it is none of this version."""
     # This line alone: a folder of ten thousand shards is opened without a look at their samples.
     with path.open("rb") as file:
@@ -342,7 +342,7 @@ class Shards:
         self.counts = [samples + cut for samples, cut in zip(self.usable, self.cut)]
         """Samples of every shard, with one for a missing end."""
 
-    def _header(self, shard: int) -> dict[str, Any]:
+    def _header(self, shard: int) -> Record:
         # Of a remote shard index.json is believed: its own index would take a download.
         if self.manifest is not None and as_local(self.urls[shard]) is None:
             return {"cut": False, **self.manifest["shards"][shard]}

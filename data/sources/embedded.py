@@ -59,7 +59,7 @@ def load_split(split: str) -> tuple[Picture, ...]:
     root = package / "data" / split
     # The file lists questions, a document needs them by picture.
     asked: dict[int, list[tuple[str, str]]] = {}
-    for question, answer, picture in json.loads((root / "questions.json").read_text(encoding="utf-8")):
+    for question, answer, picture in json.loads((root / "questions.json").read_bytes()):
         asked.setdefault(picture, []).append((question, answer))
     return tuple(Picture(i, root / "images" / f"{i}.png", tuple(asked[i])) for i in sorted(asked))
 

@@ -10,8 +10,6 @@ Files are taken in the order of their paths, folders below included; names that 
 alone.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ count + index is drawn from the training side of every task; held-out documents 
 whatever the form.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

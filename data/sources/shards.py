@@ -4,8 +4,6 @@
 `shards` lists them. Held-out samples are spread evenly over every shard (data/sources/base.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -10,8 +10,6 @@ Conversations (chat_files) are lines of .jsonl in the form that data/chat/templa
 named relative to the folder of their file, or to the option `media`.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

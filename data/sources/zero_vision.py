@@ -9,8 +9,6 @@ them to pixels. Tool outputs are what the programs really give; they have no los
 program of its own, as in eval/sandbox/host.py, where the picture is stored under the same name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

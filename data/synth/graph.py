@@ -24,7 +24,6 @@ from functools import cache
 from itertools import product
 from math import cos, pi, sin
 from random import Random
-from typing import TypeAlias
 
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
@@ -33,7 +32,7 @@ from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Video
 
 # Answers are text in every family: a benchmark compares words.
-Question: TypeAlias = tuple[str, str]
+Question = tuple[str, str]
 """(question, answer)"""
 
 

@@ -11,8 +11,6 @@ Most questions about a clip need more than one frame. Its blind view has grey fr
 frame's boxes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

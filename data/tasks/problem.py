@@ -23,13 +23,11 @@ Reinforcement learning asks it for problems and rewards, the source `problems` f
 `earlyfusion eval` for its exam, where it has one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from PIL import Image as PILImage
 
@@ -41,11 +39,11 @@ from earlyfusion.data.tasks import scoring
 from earlyfusion.data.tasks.scoring import exact_match, first_line
 from earlyfusion.kernels.errors import did_you_mean
 
-Split: TypeAlias = Literal["train", "test"]
-Form: TypeAlias = Literal["picture", "twin", "rendered"]
-Knobs: TypeAlias = Mapping[str, Any]
+Split = Literal["train", "test"]
+Form = Literal["picture", "twin", "rendered"]
+Knobs = Mapping[str, Any]
 FORMS: tuple[Form, ...] = get_args(Form)
-Judged: TypeAlias = tuple[Any, float, dict[str, float]]
+Judged = tuple[Any, float, dict[str, float]]
 """What was read out of an answer (or None), its score, and further metrics."""
 # A combination of the test side comes about once in eight draws; this is far beyond bad luck.
 TRIES = 5000

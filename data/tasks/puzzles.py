@@ -15,8 +15,6 @@ text_math     word problems from JSON lines, GSM8K (openai/grade-school-math) an
               that is a number or ends with "#### number"
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence

@@ -6,8 +6,6 @@
 Options are keywords; an unknown name is told with the nearest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 # Imported for what they register.

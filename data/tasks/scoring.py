@@ -45,8 +45,6 @@ Forms that `parse_boxes` reads (x from the left, y from the top; right and botto
 Units are never guessed from the size of the numbers: `units` is "pixels" or "relative" (0..1).
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -7,8 +7,6 @@ from records. A file of eval/benchmarks says its own name:
 The files are imported when a benchmark is first asked for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json
@@ -29,12 +27,12 @@ from earlyfusion.eval.protocol import (
     Model,
     Prompt,
     Question,
-    Record,
     Request,
     ScoreRequest,
     TaskOptions,
 )
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 
 Item = TypeVar("Item")
 Factory = TypeVar("Factory", bound=Callable[[TaskOptions], "BaseTask"])

@@ -14,8 +14,6 @@ tokenizers.
 The compressor: gzip -9 on all documents in one stream, each closed by one zero byte.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 from collections.abc import Iterable, Sequence
@@ -27,7 +25,8 @@ from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, rows_hash, summarize
 from earlyfusion.eval.benchmarks.heldout import Samples
-from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
+from earlyfusion.eval.protocol import EvalError, Question, RollingRequest, TaskOptions
+from earlyfusion.kernels.files import Record
 
 Document = tuple[str, str]
 """(id, text)"""

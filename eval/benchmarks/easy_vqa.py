@@ -6,8 +6,6 @@ likeliest of the 13 answers. Every question is asked again with a grey picture (
 loop asks the same task; with a limit the scores are over that many questions spread evenly over the split.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,7 +19,8 @@ from earlyfusion.data.sources.embedded import Picture, load_split, picture_of
 from earlyfusion.data.tasks.scoring import best_choice, first_line, normalise
 from earlyfusion.eval.benchmarks.base import benchmark, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole
-from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest
+from earlyfusion.eval.protocol import Question, Request, ScoreRequest
+from earlyfusion.kernels.files import Record
 
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")

@@ -17,8 +17,6 @@ Chance is one quarter. One run of the diamond set cannot see a change of two poi
 to 3.6 points.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
@@ -38,7 +36,8 @@ from earlyfusion.eval.benchmarks.base import (
     score_choices,
     spread,
 )
-from earlyfusion.eval.protocol import Question, Record, Request, TaskOptions
+from earlyfusion.eval.protocol import Question, Request, TaskOptions
+from earlyfusion.kernels.files import Record
 
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 SIMPLE_EVALS = (

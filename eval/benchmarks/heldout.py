@@ -7,8 +7,6 @@ of them.
 samples are measured as training counts them (eval/heldout.py). Options (--set KEY=VALUE): see HeldoutOptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,9 +25,10 @@ from earlyfusion.data.sources.base import Options, explain_options
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
 from earlyfusion.eval.heldout import Loss, summary
-from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request
+from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Request
 from earlyfusion.eval.samples import prompted
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 
 
 class HeldoutOptions(Options):

@@ -9,8 +9,6 @@ lm-eval 0.4.13 in place of a file is not merged with the registered task. Nothin
 switched off while it runs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile
@@ -20,8 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 from earlyfusion.eval.benchmarks.base import request_seed
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Record, RollingRequest, ScoreRequest
-from earlyfusion.kernels.files import write_json
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, RollingRequest, ScoreRequest
+from earlyfusion.kernels.files import Record, write_json
 
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".gz": "json"}

@@ -15,8 +15,6 @@ published.
 Data: --data FOLDER with test and validation as jsonl or parquet, or --data FILE (test; validation beside it).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -38,7 +36,8 @@ from earlyfusion.eval.benchmarks.base import (
     spread,
     summarize,
 )
-from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request
+from earlyfusion.eval.protocol import EvalError, Model, Question, Request
+from earlyfusion.kernels.files import Record
 
 CONTEXT, SHOTS = 4096, 5
 COT = "Let's think step by step."

@@ -13,8 +13,6 @@ one thing: where nothing can be read out of an answer it guesses at random, unse
 and counts as unextracted.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import binascii
@@ -28,7 +26,8 @@ from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring import LETTERS, open_match
 from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
-from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record
+from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question
+from earlyfusion.kernels.files import Record
 
 _PICTURE_FIELDS = "image images img picture photo image_path video videos".split()
 _PLACEHOLDER = re.compile(r"<image (\d)>")

@@ -20,8 +20,6 @@ A record keeps all three; `seeing` = score - blind_score is what the picture add
 limit cut off is no answer: its beginning may be right by luck of where the cut fell.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter, defaultdict
@@ -37,14 +35,8 @@ from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
-from earlyfusion.eval.protocol import (
-    Generation,
-    Prompt,
-    Question,
-    Record,
-    Request,
-    TaskOptions,
-)
+from earlyfusion.eval.protocol import Generation, Prompt, Question, Request, TaskOptions
+from earlyfusion.kernels.files import Record
 
 DEFAULT_QUESTIONS = 600
 GREY = 128

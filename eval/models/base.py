@@ -6,8 +6,6 @@ An endpoint is asked for answers alone: hardly a server tells the log-probabilit
 where one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -15,21 +13,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from earlyfusion.eval.models.engine import load_own
 from earlyfusion.eval.models.hf import load_hf
 from earlyfusion.eval.models.tokens import content_parts, cut_at, has_media
-from earlyfusion.eval.protocol import (
-    EvalError,
-    GenerateRequest,
-    Generation,
-    Model,
-    Record,
-    prompt_text,
-)
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, Model, prompt_text
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.hub.config import model_folder
 
 TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
@@ -141,7 +132,7 @@ def open_model(
     if given.startswith(("http://", "https://")):
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
 
-    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype, None)}
+    options: Record = {"device": device, "dtype": getattr(torch, dtype, None)}
     options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
         return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)

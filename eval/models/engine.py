@@ -3,8 +3,6 @@
 Prompts may hold pictures and videos. What a prompt gets depends on nothing else that is asked.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

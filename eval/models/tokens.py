@@ -12,8 +12,6 @@ more than a small model's forward pass. `QuickEncoder` encodes the parts by them
 against whole encodings.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -36,11 +34,11 @@ from earlyfusion.eval.protocol import (
     Generation,
     LogProb,
     Prompt,
-    Record,
     RollingRequest,
     ScoreRequest,
     prompt_text,
 )
+from earlyfusion.kernels.files import Record
 
 Ids = tuple[int, ...]
 Encode = Callable[[str, bool], Sequence[int]]
@@ -291,7 +289,7 @@ class QuickEncoder:
         return ids
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, Any]:
+def weights_of(model: torch.nn.Module) -> Record:
     """What was evaluated: sha256 over names and values of the tensors, dtype and number of parameters."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

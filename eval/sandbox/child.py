@@ -17,8 +17,6 @@ mark that only the audit hook holds, so that whatever else is written there is k
 or replace them.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

@@ -37,6 +37,7 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.programs import tool_text
 from earlyfusion.eval.sandbox.child import FIRST_UID
+from earlyfusion.kernels.files import Record
 
 Reason = Literal["ok", "error", "timeout", "memory", "output_limit", "forbidden"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -245,7 +246,7 @@ class Sandbox:
                     os.close(descriptor)
             data, flooded = _collect(reads, limits, stopper.close)
         # The supervisor's JSON objects, one a line; a last one may be torn where it was killed.
-        status: dict[str, Any] = {}
+        status: Record = {}
         for line in data["status"].splitlines():
             with contextlib.suppress(ValueError):
                 status |= json.loads(line)
@@ -370,7 +371,7 @@ def _plain(text: str | bytearray, limit: int) -> str:
 
 
 def _result(
-    data: dict[str, bytearray], status: dict[str, Any], mark: str, limits: Limits, flooded: bool
+    data: dict[str, bytearray], status: Record, mark: str, limits: Limits, flooded: bool
 ) -> ProgramResult:
     """What the supervisor saw comes before what the program said."""
     told, refusals = _told(data["result"], mark)
@@ -397,9 +398,7 @@ def _result(
     )
 
 
-def _stopped(
-    status: dict[str, Any], cpu_s: float, limits: Limits, flooded: bool
-) -> tuple[Reason, str] | None:
+def _stopped(status: Record, cpu_s: float, limits: Limits, flooded: bool) -> tuple[Reason, str] | None:
     """Why a program did not end by itself; None where it did."""
     killed, why = status.get("signal", 0), status.get("stopped")
     if flooded:

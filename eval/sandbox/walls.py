@@ -26,8 +26,6 @@ ends the process. Format: include/uapi/linux/seccomp.h and filter.h; numbers: th
 generic 64-bit interface.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -21,8 +21,6 @@ Token j of sequence b is row j % S of page table[b, j // S].
 Legend: B sequences, H heads, R latent width, P pages, S rows of a page, N most pages of a sequence.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

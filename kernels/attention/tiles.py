@@ -8,8 +8,6 @@ Shapes: B, N sequences, X rows of queries (heads of one or several tokens), L ke
 P pages, S rows of a page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

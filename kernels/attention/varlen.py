@@ -47,8 +47,6 @@ A row with c visible keys satisfies  max_j s_ij <= lse_i <= max_j s_ij + log c. 
 Legend: T tokens, H heads, D key dim, C candidate rows, L keys of a document.
 """
 
-from __future__ import annotations
-
 import inspect
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -15,8 +15,6 @@ mix([*sources, partial])``.
 Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

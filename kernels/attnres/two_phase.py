@@ -18,8 +18,6 @@ Scores of the finished sources are taken once; each sub-layer adds the score of 
 softmax over all. Every product is one small matrix per token, every softmax one row per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -18,8 +18,6 @@ everything runs on torch's operations.
 Calls into the compiled library: what its functions take, and rows shared out over threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -60,8 +60,6 @@ chunks, not as many as the row has.
 Legend: T tokens, N chunks, C tokens per chunk, D documents, G value heads, K key dim, V value dim, B = N * G.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

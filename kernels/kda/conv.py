@@ -10,8 +10,6 @@ Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels
 rows (tokens with fewer than W - 1 predecessors in their document).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import Any, NamedTuple
 

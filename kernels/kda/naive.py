@@ -21,8 +21,6 @@ The decay of one key channel over one token is alpha = exp(g), in [0, 1].
 Legend: T tokens, G value heads, K key dim.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -15,8 +15,6 @@ What is done to the logits of a chunk is a pair of functions (:class:`Rows`): he
 Legend: T tokens, M rows with a loss, R rows of a chunk, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@
 Legend: T tokens, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

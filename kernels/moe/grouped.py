@@ -21,8 +21,6 @@ A CPU's matrix product sums in another order for one, two or three rows than for
 few takes its neighbours' rows along and drops what comes of them.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -7,8 +7,6 @@
 Legend: T tokens, D hidden, J experts per token, E experts, F expert width, C = 2F.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ the preset's character: see `PRESETS`.
 Shapes: B matrices, m rows, n columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -21,8 +21,6 @@ FLOPs for s x l, five steps, one restart: direct 20 s^2 l + 10 s^3, this 8 s^2 l
 halves 6 s^2 l + 14 s^3: worth it for l >= 1.5 s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -12,8 +12,6 @@ Given answers are judged without sampling:
     scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

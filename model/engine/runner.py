@@ -16,8 +16,6 @@ Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, D hidden,
 positions, W queries per sequence.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache

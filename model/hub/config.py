@@ -1,15 +1,13 @@
 """The JSON files of a model directory: what they say, and what makes them unreadable."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 
 MODEL_TYPE = "earlyfusion"
@@ -55,7 +53,7 @@ def model_name(folder: str | Path) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Record:
     """The object in one of the JSON files. Raises ModelDirectoryError for anything else, however deep or
     large."""
     try:
@@ -90,7 +88,7 @@ def load_config(directory: str | Path) -> FusionConfig:
         )
     try:
         # Unknown keys are errors: a misspelt option must not fall back to a default.
-        parts: dict[str, Any] = {"media_token_id": raw["media_placeholder_token_id"]}
+        parts: Record = {"media_token_id": raw["media_placeholder_token_id"]}
         for name in ("text", "vision"):
             parts[name] = {**raw[f"{name}_config"]}
             parts[name].pop("model_type", None)
@@ -109,7 +107,7 @@ def load_config(directory: str | Path) -> FusionConfig:
         ) from None
 
 
-def json_files(config: FusionConfig, dtype: str) -> dict[str, dict[str, Any]]:
+def json_files(config: FusionConfig, dtype: str) -> dict[str, Record]:
     """The JSON files of a model directory by name. dtype: name of the torch dtype of the embedding."""
     text, vision = config.text.model_dump(mode="json"), config.vision.model_dump(mode="json")
     ids = {name: text[name] for name in TOKEN_IDS}

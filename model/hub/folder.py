@@ -36,8 +36,6 @@ Facts of the model card (all optional; what is missing is left out, nothing is g
     base, notes  str, the model it was made from; list of sentences about how
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

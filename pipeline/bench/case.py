@@ -7,8 +7,6 @@ bytes and operations would take at the bandwidth of a large copy and the rate of
 measured in the same process.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

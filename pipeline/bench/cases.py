@@ -11,8 +11,6 @@ one phase 1 over the finished sources, then between two sub-layers sum, merge an
 inputs every sub-layer sees. Sides: ours (two fused operations), the torch form of the same schedule.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

@@ -15,8 +15,6 @@ busy for --step-ms (`step_s` in the log of a run) waits for it. The recipe's fir
 loads it, by worker processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -37,6 +35,7 @@ import numpy as np
 import torch
 from PIL import Image as PILImage
 from pydantic import Field, FiniteFloat, PositiveInt
+from torch import Tensor
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.decode import decode_picture
@@ -46,6 +45,7 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, run_side, save_record
 from earlyfusion.pipeline.config.compose import load_config
@@ -145,7 +145,7 @@ def shards_of(shards: Sequence[str]) -> SourceConfig:
 # again and again: the caller says how much is timed.
 
 
-def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> Iterator[torch.Tensor]:
+def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> Iterator[Tensor]:
     decode = DecodeConfig(fast=fast)
     source = build_source(shards_of(shards), val_fraction=0.0)
     for index in cycle(range(len(source))):
@@ -154,7 +154,7 @@ def our_patches(shards: Sequence[str], cfg: VisionConfig, fast: bool = True) -> 
                 yield decode_picture(segment.image, cfg, decode).items[0][0]
 
 
-def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor, int]:
+def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[Tensor, int]:
     """Pillow's bicubic to the size, pad, cut; (patches, tokens)."""
     # The same geometry as ours: what is compared is the way, not the size.
     rgb = to_rgb(image)
@@ -166,14 +166,14 @@ def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor,
     return patchify(canvas, cfg.patch_size), num_tokens(grid_of(size, cfg), cfg.merge_kernel_size)
 
 
-def plain_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.Tensor]:
+def plain_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[Tensor]:
     import webdataset
 
     for sample in webdataset.WebDataset(shards, shardshuffle=False).decode("pil").repeat():
         yield pil_patches(sample["jpg"], cfg)[0]
 
 
-def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.Tensor]:
+def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[Tensor]:
     """In the order of the shards, without worker processes; raises where Energon cannot be imported."""
     from megatron import energon
     from megatron.energon.flavors import BaseWebdatasetFactory
@@ -199,7 +199,7 @@ def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.
         decoder = there.SampleDecoder(image_decode="pil")
 
         @there.stateless  # type: ignore[untyped-decorator]
-        def encode_sample(self, sample: Any) -> dict[str, Any]:
+        def encode_sample(self, sample: Any) -> Record:
             keys = {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__}
             return {**keys, "patches": pil_patches(sample.image, cfg)[0]}
 
@@ -217,7 +217,7 @@ def energon_patches(shards: Sequence[str], cfg: VisionConfig) -> Iterator[torch.
         yield sample["patches"]
 
 
-PATCHES: dict[str, Any] = {
+PATCHES: Record = {
     "ours": our_patches,
     "ours-exact": partial(our_patches, fast=False),
     "webdataset": plain_patches,
@@ -271,7 +271,7 @@ class PlainSample:
     def __init__(self, cfg: VisionConfig) -> None:
         self.cfg, self.tokenizer = cfg, embedded_tokenizer()
 
-    def __call__(self, sample: tuple[PILImage.Image, str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, sample: tuple[PILImage.Image, str]) -> tuple[Tensor, Tensor]:
         patches, count = pil_patches(sample[0], self.cfg)
         token = self.tokenizer
         # The tokens that our own encoding gives, so that counts compare.
@@ -279,7 +279,7 @@ class PlainSample:
         return torch.tensor(ids), patches
 
 
-def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """torch's usual collation: every row as long as the longest, filled up with -1."""
     ids, patches = zip(*samples)
     return torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True, padding_value=-1), torch.cat(patches)

@@ -38,6 +38,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.cache import KdaSlots
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.engine.engine import Engine, engine_for
@@ -137,7 +138,7 @@ class Batch:
 
 
 def our_model(
-    shape: dict[str, Any],
+    shape: Record,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     drawn_there: bool = False,
@@ -179,7 +180,7 @@ def their_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 Generate = Callable[[Batch], list[list[int]]]
 
 
-def our_side(shape: dict[str, Any], new: int) -> Generate:
+def our_side(shape: Record, new: int) -> Generate:
     """Our engine, made once for a number of prompts, since its pools are sized for them."""
     model = our_model(shared_shape(shape), default_device(), DTYPE)
     engines: dict[int, Engine] = {}
@@ -200,7 +201,7 @@ def our_side(shape: dict[str, Any], new: int) -> Generate:
     return generate
 
 
-def their_side(side: str, shape: dict[str, Any]) -> Generate:
+def their_side(side: str, shape: Record) -> Generate:
     """transformers with our weights, by its generate."""
     device = default_device()
 
@@ -219,7 +220,7 @@ def their_side(side: str, shape: dict[str, Any]) -> Generate:
 
         # transformers knows one length for the batch: what is too long is cut off afterwards.
         count = max(batch.counts)
-        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+        options: Record = {"max_new_tokens": count, "min_new_tokens": count}
         options |= {"do_sample": False, "pad_token_id": 2}
         if side == "static":
             options["cache_implementation"] = "static"
@@ -231,9 +232,7 @@ def their_side(side: str, shape: dict[str, Any]) -> Generate:
     return generate
 
 
-def engine_side(
-    side: str, shape: dict[str, Any], case: tuple[int, int, str], new: int, threads: int
-) -> Result:
+def engine_side(side: str, shape: Record, case: tuple[int, int, str], new: int, threads: int) -> Result:
     """Seconds of the case (batch, prompt, lengths) and of one new token for the same prompts (what reading
     costs), and what was generated."""
     torch.set_num_threads(threads)
@@ -303,7 +302,7 @@ def step_seconds(model: NativeFusion, context: int, steps: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def contexts(options: EngineOptions, shape: dict[str, Any]) -> Result:
+def contexts(options: EngineOptions, shape: Record) -> Result:
     """Seconds of a decode step of the model of a shape, and of the same with MLA in every layer."""
     torch.set_num_threads(options.threads)
     linear = {**shape["linear_attn_config"], "kda_layers": [], "full_attn_layers": None}
@@ -331,7 +330,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def decoder_shape(recipe: str, changes: list[str]) -> dict[str, Any]:
+def decoder_shape(recipe: str, changes: list[str]) -> Record:
     """The decoder of a recipe, with changes such as ["--model.num_experts", "16"].
 
     Raises UserError: the recipe or a key is unknown, a value is missing, or the shape is impossible.
@@ -344,7 +343,7 @@ def decoder_shape(recipe: str, changes: list[str]) -> dict[str, Any]:
     return load_config([recipe], pairs).model.model_dump(mode="json")
 
 
-def compare(options: EngineOptions, shape: dict[str, Any]) -> list[Result]:
+def compare(options: EngineOptions, shape: Record) -> list[Result]:
     """One record per (batch, prompt length, kind of lengths), and the table of each."""
     # The engine comes first: the others' answers are compared with its.
     sides = ["engine", *chosen(options.sides, PEERS, "--sides")]

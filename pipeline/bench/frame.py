@@ -3,8 +3,6 @@
 python -m earlyfusion.pipeline.bench.frame MODULE:FUNCTION JSON     one side: FUNCTION(**JSON) as a JSON line
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -20,10 +18,10 @@ from typing import Any
 import torch
 
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.runtime import installed
 
-Result = dict[str, Any]
+Result = Record
 # What a figure depends on beside the device.
 PACKAGES = ("torch", "triton", "fla-core", "transformers")
 
@@ -120,7 +118,7 @@ def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
     return names
 
 
-def save_record(out: str, options: Mapping[str, Any], **parts: Any) -> None:
+def save_record(out: str, options: Record, **parts: Any) -> None:
     """Write the parts as JSON, with what a figure depends on beside the code, and say where."""
     device = platform.processor() or platform.machine()
     if torch.cuda.is_available():

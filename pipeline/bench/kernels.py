@@ -7,8 +7,6 @@ given by copy bandwidth and matrix-product rate measured in the same process. A 
 is told with its reason. The exit code is 1 if one of our kernels misses its tolerance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

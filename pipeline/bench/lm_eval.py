@@ -8,8 +8,6 @@ PATH is a transformers checkpoint or a .gguf file. The gain comes from the five 
 of a category share: the more questions a category has (the set has 381 to 1351), the larger it is.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from itertools import chain

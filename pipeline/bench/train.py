@@ -9,8 +9,6 @@ sides, under bf16 autocast on a GPU. Medians, and the ratio of neighbours in tim
 JSON. What a whole recipe does here stands in the log of its run (tokens/s, MFU).
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
@@ -63,7 +62,7 @@ class TrainOptions(Options):
     """where the numbers are saved"""
 
 
-def shared_shape(shape: dict[str, Any]) -> dict[str, Any]:
+def shared_shape(shape: Record) -> Record:
     """The decoder shape without what transformers' model does not have."""
     # What transformers' model does not know, on neither side.
     plain_gates = {"gate_lower_bound": None, "full_rank_output_gate": False}
@@ -76,7 +75,7 @@ def shared_shape(shape: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def their_model(shape: dict[str, Any], device: torch.device) -> Any:
+def their_model(shape: Record, device: torch.device) -> Any:
     """KimiLinearForCausalLM of a decoder shape, with weights as they come, on the CPU; with its pure-torch
     kernels where `device` is no GPU."""
     if device.type == "cpu":
@@ -88,7 +87,7 @@ def their_model(shape: dict[str, Any], device: torch.device) -> Any:
     linear = text.linear_attn_config
 
     # Everything is given: their defaults are those of the 48B model.
-    fields: dict[str, Any] = {name: getattr(text, name) for name in SHARED}
+    fields: Record = {name: getattr(text, name) for name in SHARED}
     config = KimiLinearConfig(
         **fields,
         num_key_value_heads=text.num_attention_heads,
@@ -102,7 +101,7 @@ def their_model(shape: dict[str, Any], device: torch.device) -> Any:
     return KimiLinearForCausalLM(config)
 
 
-def our_loss(shape: dict[str, Any], ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
+def our_loss(shape: Record, ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Our decoder, and its loss on packed documents."""
     decoder = Decoder(ModelConfig.model_validate(shared_shape(shape))).to(ids_NL.device)
     documents, length = ids_NL.shape
@@ -121,13 +120,13 @@ def our_loss(shape: dict[str, Any], ids_NL: Tensor) -> tuple[nn.Module, Callable
     return decoder, loss
 
 
-def their_loss(shape: dict[str, Any], ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
+def their_loss(shape: Record, ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
     """transformers' model, and its loss on the rows of a batch."""
     model = their_model(shape, ids_NL.device).to(ids_NL.device).train()
     return model, lambda: model(input_ids=ids_NL, labels=ids_NL, use_cache=False).loss
 
 
-def train_side(side: str, shape: dict[str, Any], documents: int, length: int, steps: int) -> Result:
+def train_side(side: str, shape: Record, documents: int, length: int, steps: int) -> Result:
     """One side in its process: tokens/s of `steps` training steps, memory in MiB, the first loss."""
     device = default_device()
 

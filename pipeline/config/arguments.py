@@ -7,8 +7,6 @@ The recipe keys of the help are made from the pydantic schema, so they cannot di
 what it was started with in command.json; `--resume` reads it, so nothing has to be said twice.
 """
 
-from __future__ import annotations
-
 import json
 import types
 import typing

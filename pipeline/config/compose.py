@@ -6,8 +6,6 @@ and `data.sources` merge item by item by their `name`. A recipe that says `exten
 or a path) is laid over that recipe first. "null" in TOML (which has no null) means None.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -20,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -38,7 +37,7 @@ FREE_ON_RESUME = re.compile(
 ABSENT = "(absent)"
 """Stands in a Change where a side has no such key."""
 
-Recipe = str | Path | Mapping[str, Any]
+Recipe = str | Path | Record
 
 
 class Change(NamedTuple):
@@ -57,7 +56,7 @@ def recipe_names(folder: Path = RECIPES) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
-def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
+def read_recipe(name_or_path: str | Path) -> Record:
     """One recipe as a plain dict: a path when it ends in .toml or holds a separator, else a shipped name."""
     given, path = str(name_or_path), Path(name_or_path)
     # A name alone is a shipped recipe, never a file of that name in the folder where one happens to stand.
@@ -70,7 +69,7 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
     return read_toml(path, "recipe")
 
 
-def read_toml(path: Path, what: str) -> dict[str, Any]:
+def read_toml(path: Path, what: str) -> Record:
     """A TOML file that a user names; UserError for one that cannot be read. what: its word in errors."""
     hint = "give a shipped name or a TOML file"
     try:
@@ -87,13 +86,13 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise UserError(f"{what} {path}: not valid TOML: {error}") from None
 
 
-def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def merge(left: Record, right: Record, path: str = "") -> Record:
     """`right` laid over `left` by the rules of this module; neither is changed."""
     merged = dict(left)
     for key, value in right.items():
         where = f"{path}.{key}" if path else key
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if isinstance(old, dict) and isinstance(value, dict):
             value = merge(old, value, where)
         # Other lists are replaced: joined ones could never get shorter.
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
@@ -125,7 +124,7 @@ def parse_literal(text: str) -> Any:
     return parsed["value"] if set(parsed) == {"value"} else text
 
 
-def override(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def override(tree: Record, dotted: str, value: Any) -> None:
     """Set `dotted` (stages.0.steps, stages.joint.steps, optim.lr) in place; tables on the way are created."""
     node: Any = tree
     *above, last = dotted.split(".")
@@ -151,7 +150,7 @@ def _place(items: list[Any], part: str, where: str) -> int:
     return int(part)
 
 
-def _extended(recipe: Recipe, above: tuple[str, ...] = ()) -> dict[str, Any]:
+def _extended(recipe: Recipe, above: tuple[str, ...] = ()) -> Record:
     """A recipe laid over the one it extends, and so on; UserError for a circle."""
     own = dict(recipe if isinstance(recipe, Mapping) else read_recipe(recipe))
     base = own.pop("extends", None)
@@ -164,9 +163,9 @@ def _extended(recipe: Recipe, above: tuple[str, ...] = ()) -> dict[str, Any]:
     return merge(_extended(str(base), chain), own)
 
 
-def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
+def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()) -> Record:
     """The merged, not yet checked recipe. String override values are read as TOML literals."""
-    tree: dict[str, Any] = {}
+    tree: Record = {}
     for recipe in recipes:
         tree = merge(tree, _extended(recipe))
     # Plain JSON types, and nothing shared with what was given.
@@ -193,7 +192,7 @@ def load_config(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] 
     return config
 
 
-def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
+def validate(tree: Record, schema: Any = RunConfig) -> Any:
     """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one line."""
     try:
         return schema.model_validate(tree)
@@ -241,7 +240,7 @@ def _named(place: Sequence[Any], tree: Any) -> Iterator[Any]:
         yield own or part
 
 
-def dump(config: BaseModel) -> dict[str, Any]:
+def dump(config: BaseModel) -> Record:
     """The resolved recipe as plain JSON types."""
     return config.model_dump(mode="json")
 
@@ -251,7 +250,7 @@ def render(config: BaseModel) -> str:
     return to_toml(dump(config))
 
 
-def to_toml(tree: dict[str, Any]) -> str:
+def to_toml(tree: Record) -> str:
     """TOML text of plain types, with None written as "null"."""
     return tomli_w.dumps(_with(tree, None, "null"))
 
@@ -263,14 +262,14 @@ def recipe_hash(config: BaseModel) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def diff(old: Record, new: Record) -> list[Change]:
     """Every key whose value differs between two resolved recipes (see `dump`), in key order."""
     left, right = dict(flatten(old)), dict(flatten(new))
     changes = [Change(k, left.get(k, ABSENT), right.get(k, ABSENT)) for k in sorted(left.keys() | right)]
     return [change for change in changes if change.old != change.new]
 
 
-def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def refused_on_resume(old: Record, new: Record) -> list[Change]:
     """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, a longer last stage."""
     last = f"stages.{len(new.get('stages', [])) - 1}.steps"
     refused = []

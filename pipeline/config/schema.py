@@ -110,8 +110,6 @@ class StageSection(Section):
     """Micro-batches in one optimizer step, over all ranks together."""
     max_patches: PositiveInt = 16384
     """Most image patches in one micro-batch."""
-    max_vision_flops: PositiveFloat | None = None
-    """Most forward FLOPs of the vision tower in one micro-batch; "null" for no limit."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning-rate shape after the warm-up: half cosine, or stable then linear decay."""
     lr: PositiveFloat | None = None

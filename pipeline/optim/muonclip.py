@@ -15,8 +15,6 @@ must be the same on every rank (with DDP or FSDP it is: gradients are reduced). 
 same step; sharded parameters (whole heads, whole experts) are updated where their rows are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.files import Record
 from earlyfusion.kernels.muon.naive import coefficients
 from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.qk_clip import QKClip
@@ -59,7 +58,7 @@ class MuonClip(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Record],
         model: nn.Module,
         *,
         momentum: float = 0.95,
@@ -84,7 +83,7 @@ class MuonClip(torch.optim.Optimizer):
         if self.qk_clip is not None:
             self.qk_clip.apply()
 
-    def _adamw_step(self, group: dict[str, Any]) -> None:
+    def _adamw_step(self, group: Record) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         operands = []
         for param in params:
@@ -123,7 +122,7 @@ class MuonClip(torch.optim.Optimizer):
             if weight.dtype != param.dtype:
                 local_part(param).copy_(weight)
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
+    def _muon_step(self, group: Record) -> None:
         # Blocks of one size of all weights in one stack, so that one Newton-Schulz call serves many weights;
         # a full stack is worked off at once, which bounds memory and keeps its passes in cache.
         waiting: dict[Any, list[Blocks]] = {}
@@ -156,7 +155,7 @@ class MuonClip(torch.optim.Optimizer):
         for stack in waiting.values():
             self._update(group, stack)
 
-    def _update(self, group: dict[str, Any], stack: list[Blocks]) -> None:
+    def _update(self, group: Record, stack: list[Blocks]) -> None:
         """One Muon update of blocks of one size, in place."""
         weights, mu = [blocks.weight for blocks in stack], self.momentum
         _, together, rows, columns = weights[0].shape
@@ -178,7 +177,7 @@ class MuonClip(torch.optim.Optimizer):
             torch._foreach_add_(updates, weights, alpha=group["weight_decay"] / scale)
         torch._foreach_add_(weights, updates, alpha=-float(group["lr"]) * scale)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Record) -> None:
         """Load a `state_dict()`; state keeps its fp32 precision. Raises RoutingError for that of another
         model."""
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)

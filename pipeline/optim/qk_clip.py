@@ -17,14 +17,13 @@ micro-batches.
 Shapes: H heads, R rows of a weight, C columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.optim.routing import is_sharded, local_part
 
 
@@ -44,7 +43,7 @@ class QKClip:
 
     def __init__(self, model: nn.Module, tau: float) -> None:
         self.tau = tau
-        self.layers: dict[str, Any] = {}
+        self.layers: Record = {}
         for name, module in model.named_modules():
             if hasattr(module, "max_logit"):
                 self.layers[name] = module
@@ -86,7 +85,7 @@ class QKClip:
         _scale_rows(query.weight, root_H, nope, gamma_H, rope)
         _scale_rows(module.kv_b_proj.weight, root_H, nope, one_H, value)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Record:
         """Of the last step, with a host sync: `max_logit` {layer: [S per head]} and `clipped_heads`. A layer
         is named by its index in the stack; those that measured nothing are left out."""
         if self._last is None:

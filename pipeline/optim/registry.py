@@ -10,22 +10,19 @@ way, and its groups are routed like those of adamw.
 AdamW for everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import function_at
+from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import Family, build_param_groups
 
-Build: TypeAlias = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
+Build = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def find_optimizer(name: str) -> Registered:
     return OPTIMIZERS[name]
 
 
-def param_groups(options: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
+def param_groups(options: OptimSection, model: nn.Module) -> list[Record]:
     """Who trains what, as the recipe routes it. Raises UserError, RoutingError among them."""
     return build_param_groups(
         model,

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from torch import Tensor, nn
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -98,7 +99,7 @@ def build_param_groups(
     matrices: Family = "muon",
     muon_vision: bool = False,
     head_group_size: int | None = 1,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Parameter groups for `MuonClip`; every parameter of the model is in exactly one, frozen ones too.
 
     A sharded model must be sharded already. matrices: "adamw" puts everything on AdamW (groups then also suit
@@ -111,7 +112,7 @@ def build_param_groups(
         RoutingError: heads do not divide, a shard cuts a block, or nothing would be trained by Muon.
     """
     modules = dict(model.named_modules())
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Record] = {}
     for fqn, param in model.named_parameters():
         owner = fqn.rpartition(".")[0]
         family, decayed = _route(fqn, param, modules[owner], muon_vision)

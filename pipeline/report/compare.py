@@ -7,21 +7,16 @@ Paired deltas between evaluated models. A table on the terminal, compare.json, a
 loads nothing and shows what the table has no room for. The computation is eval/compare.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from earlyfusion.eval.compare import CompareError, compare_arms, load_arm
+from earlyfusion.eval.compare import compare_arms, load_arm
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import number, p_value, write_page
-
-Row = Mapping[str, Any]
 
 
 class CompareOptions(Options):
@@ -33,10 +28,6 @@ class CompareOptions(Options):
     """evaluation folder of the treated model; several seeds likewise"""
     control: str = ""
     """arm that got everything but the treatment (same compute)"""
-    control_base: str = ""
-    """where the control began, if not at BASE"""
-    paired_seeds: bool = False
-    """run i of BASE and TREATED share a training seed"""
     metric: str = "score"
     """number of the records: score, mae, cer, iou, ..."""
     out: Path = Path("compare")
@@ -46,21 +37,12 @@ class CompareOptions(Options):
 @verb
 def compare(options: CompareOptions) -> None:
     """Print the table, write numbers and page."""
-    # Mistakes of words before anything is read.
-    if options.control_base and not options.control:
-        raise CompareError("--control-base without --control: name the control arm as well")
     given = {"base": options.base, "treated": options.treated, "control": options.control}
-    given["control base"] = options.control_base
     arms = {name: load_arm(name, place, options.metric) for name, place in given.items() if place}
     base, treated = arms["base"], arms["treated"]
-    if options.paired_seeds and len(base.runs) != len(treated.runs):
-        runs = f"{len(base.runs)} base runs and {len(treated.runs)} treated runs"
-        raise CompareError(f"--paired-seeds: {runs}; give equally many, in order")
 
     # One dict for the terminal, the JSON file and the page.
-    others = arms.get("control"), arms.get("control base")
-    compared = compare_arms(base, treated, *others, paired_seeds=options.paired_seeds)
-    result = {"metric": options.metric, **compared}
+    result = {"metric": options.metric, **compare_arms(base, treated, arms.get("control"))}
     unit = Unit(result)
     show(f"treated - base, {unit.name}", table(result, unit))
     # Several seeds: whether the gain holds for others is said apart.
@@ -88,7 +70,7 @@ class Unit:
     """How the numbers of a result are written: scores from 0 to 1 in points (hundredths), all else as it
     is."""
 
-    def __init__(self, result: Row) -> None:
+    def __init__(self, result: Record) -> None:
         scores = [entry[arm]["score"] for entry in result["tasks"] for arm in ("base", "treated")]
         self.name, self.scale, self.digits = result["metric"], 1, 4
         if self.name == "score" and all(-1 <= score <= 1 for score in scores):
@@ -97,19 +79,19 @@ class Unit:
     def __call__(self, value: float | None, sign: str = "") -> str:
         return number(value, f"{sign}.{self.digits}f", self.scale)
 
-    def range(self, interval: Row) -> str:
+    def range(self, interval: Record) -> str:
         """ "[-0.31, +1.20]"; words where nothing changed: an interval of no width would claim too much."""
         # Equal answers do not show that no other question would be answered differently.
         if interval.get("se") == 0:
             return "[none changed]"
         return f"[{self(interval['low'], '+')}, {self(interval['high'], '+')}]"
 
-    def delta(self, interval: Row) -> str:
+    def delta(self, interval: Record) -> str:
         """ "+0.45 ± 0.38"."""
         return f"{self(interval['value'], '+')} ± {self(interval['se'])}"
 
 
-def table(result: Row, unit: Unit) -> dict[str, dict[str, str]]:
+def table(result: Record, unit: Unit) -> dict[str, dict[str, str]]:
     """Column -> task -> what the terminal shows; the page has the rest."""
     columns: dict[str, dict[str, str]] = defaultdict(dict)
     # What decides stands on the terminal: everything else would not fit its width.

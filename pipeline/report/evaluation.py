@@ -9,12 +9,10 @@
 `earlyfusion compare` reads the --out folders.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -26,6 +24,7 @@ from earlyfusion.eval.contamination import report
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
@@ -135,7 +134,7 @@ def build_tasks(
     options: EvalOptions, names: Sequence[str], paths: dict[str, Path], default: Path | None
 ) -> list[BaseTask]:
     """The tasks by name. Raises EvalError for an option that is no pair."""
-    extra: dict[str, Any] = {}
+    extra: Record = {}
     for pair in options.set_:
         key, found, value = pair.partition("=")
         if not found:
@@ -163,9 +162,9 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
     return named, default
 
 
-def show(summaries: Sequence[dict[str, Any]]) -> None:
+def show(summaries: Sequence[Record]) -> None:
     """A table of every task's numbers, on standard output."""
-    columns: dict[str, dict[str, Any]] = {}
+    columns: dict[str, Record] = {}
     # Tasks have numbers of their own: each is a column, a number that it lacks stays empty.
     for summary in summaries:
         numbers = {name: value for name, value in summary["metrics"].items() if is_finite(value)}

@@ -26,8 +26,6 @@ Every part of a folder is optional, other keys and files are ignored; run.html s
 `recipe.toml`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -43,7 +41,7 @@ from markupsafe import Markup
 from PIL import Image as PILImage
 
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import read_jsonl, write_atomic
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic
 from earlyfusion.pipeline.progress import is_finite
 from earlyfusion.pipeline.report.charts import lines, spans
 
@@ -52,10 +50,9 @@ from earlyfusion.pipeline.report.charts import lines, spans
 
 Series = tuple[list[float], list[float]]
 """Steps, values."""
-Record = Mapping[str, Any]
 
 
-def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]:
+def read_run(run_dir: str | Path, about: str = "Training run") -> Record:
     """A run folder as a dict: title, note, train (records), marks (steps at which the guard acted), events,
     results...
 
@@ -71,14 +68,14 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
     # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
-    of: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    of: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of[str(record.get("event"))].append(record)
 
     recipe = directory / "recipe.toml"
     facts = read_dict(directory / "facts.json")
     # Measurements of one name are one curve.
-    results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    results: dict[str, list[Record]] = defaultdict(list)
     for record in read_steps(directory / "eval"):
         results[str(record.get("name"))].append(record)
     told = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "name"]
@@ -99,16 +96,16 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     }
 
 
-def read_steps(folder: Path) -> list[dict[str, Any]]:
+def read_steps(folder: Path) -> list[Record]:
     """The JSON objects of a folder that name their step, by step."""
     records = [read_dict(path) for path in sorted(folder.glob("*.json"))]
     return sorted((r for r in records if is_finite(r.get("step"))), key=lambda record: record["step"])
 
 
-def read_dict(path: Path) -> dict[str, Any]:
+def read_dict(path: Path) -> Record:
     """The JSON object of a file; {} when there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -176,7 +173,7 @@ def image_source(folder: Path, image: Any) -> str | None:
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 
-def write_page(path: Path, template: str, data: Mapping[str, Any]) -> Path:
+def write_page(path: Path, template: str, data: Record) -> Path:
     """Write the page of a template, whole or not at all; returns `path`."""
     return write_atomic(path, ENVIRONMENT.get_template(template).render(data))
 
@@ -245,7 +242,7 @@ def write_report(run_dir: str | Path) -> Path:
     return write_page(run["folder"] / "report.html", "run.html", run | functions)
 
 
-def expert_load(train: Sequence[Record]) -> dict[str, Any]:
+def expert_load(train: Sequence[Record]) -> Record:
     """The latest load of every expert relative to a fair share (matrix: layer by expert); {} without
     experts."""
     tables = [record for record in train if record.get("expert_load")]

@@ -7,8 +7,6 @@ folder of pictures and texts, or a text file. Counts of prepared shards are exac
 samples looked at.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ Errors: 400 what cannot be served, 401 a wrong key, 403 a foreign Host, 404 an u
 slow, 413 too large, 429 the line is full, 503 busy or stopping. There are no CORS headers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -8,8 +8,6 @@ that has imported everything). Tensors come back as safetensors, never pickles: 
 file is not trusted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import multiprocessing

@@ -5,15 +5,13 @@ and bounds their counts; what a server bounds by its own size (text, pictures, n
 and is looked at before anything is decoded or tokenised.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -33,6 +31,7 @@ from earlyfusion.data.chat.template import Message, Template, call_from
 from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.requests import Completion, Event
 
 KEYS, TURNS, PARTS, CALLS = 64, 1024, 1024, 128
@@ -136,7 +135,7 @@ class Turn(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], Field(max_length=PARTS, fail_fast=True), BeforeValidator(as_parts)] = []
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=CALLS)] | None = None
+    tool_calls: Annotated[list[Record], Field(max_length=CALLS)] | None = None
     tool_call_id: str = ""
     name: str = ""
 
@@ -356,7 +355,7 @@ class Answer:
         head = json.dumps({**self.base, "object": self.kind, "usage": self.usage()})
         return f'{head[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
-    def choice(self, index: int, done: Completion) -> dict[str, Any]:
+    def choice(self, index: int, done: Completion) -> Record:
         """One sample of a whole answer."""
         choice = self._common(index, done.ids, done.logprobs1, done)
         if not self.chat:
@@ -398,12 +397,12 @@ class Answer:
                 delta |= tool_calls(parse_assistant(done.ids, self.tokenizer).message)
         return self.chunk([{**choice, "delta": delta}])
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+    def chunk(self, choices: list[Record], **more: Any) -> str:
         """A server-sent event."""
         kind = "chat.completion.chunk" if self.chat else self.kind
         return sse({**self.base, "object": kind, "choices": choices, **more})
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Record:
         """Tokens read and written; a prompt counts once, however many samples it has."""
         # Samples of one prompt share what was read.
         prompts = {index // self.body.n: done for index, done in self.done.items()}.values()
@@ -416,9 +415,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in prompts)},
         }
 
-    def _common(
-        self, index: int, ids: list[int], values: list[float], done: Completion | None
-    ) -> dict[str, Any]:
+    def _common(self, index: int, ids: list[int], values: list[float], done: Completion | None) -> Record:
         """What a choice says whatever the endpoint. values: log-probabilities of the ids. done: the sample,
         where it is complete."""
         reason = None if done is None else done.finish_reason
@@ -445,14 +442,14 @@ def wants_logprobs(body: ChatRequest | CompletionRequest) -> bool:
     return body.logprobs is not None and body.logprobs is not False
 
 
-def sse(value: Mapping[str, Any]) -> str:
+def sse(value: Record) -> str:
     """A JSON object as one server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
 
 
-def tool_calls(message: Message) -> dict[str, Any]:
+def tool_calls(message: Message) -> Record:
     """{"tool_calls": [...]} in the OpenAI form, or {} for a message without calls."""
-    found: dict[str, Any] = {}
+    found: Record = {}
     for number, call in enumerate(message.calls):
         function = {"name": call.tool, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
         told = {"index": number, "id": f"call_{number + 1}", "type": "function", "function": function}

@@ -8,8 +8,6 @@ So the engine lives in a thread, requests enter through its inbox, and their eve
 whoever waits for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence

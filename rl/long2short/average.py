@@ -1,7 +1,5 @@
 """Model merging (k1.5 2.4): one model directory whose weights are the weighted mean of several."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated

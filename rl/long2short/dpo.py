@@ -14,12 +14,10 @@ summary.json and report.html.
 Legend: P pairs of the run, B pairs of a row, U tokens of their answers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +35,7 @@ from earlyfusion.eval.measure import Answer, ask
 from earlyfusion.eval.measured import solved
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic, write_json, write_jsonl
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.model.hub.folder import load_model
@@ -132,7 +130,7 @@ def pair_lines(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:
     for pair in pairs:
         one = answered[pair.problem]
         problem = one.prompt.problem
-        told: dict[str, Any] = {"label": one.label, "key": problem.key, "target": problem.target}
+        told: Record = {"label": one.label, "key": problem.key, "target": problem.target}
         for name, index in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             answer = one.answers[index]
             told[name] = {"text": answer.text, "ids": answer.ids, "right": answer.right}
@@ -171,7 +169,7 @@ def dpo_loss(logp_B2: Tensor, reference_B2: Tensor, beta: float = 0.1) -> tuple[
 
 # The two that shortening trades.
 METRICS = ("accuracy", "tokens")
-Row = dict[str, Any]
+Row = Record
 
 
 def judged(question: Any, own: Sequence[Answer], way: str, rewards: Rewards) -> Row:
@@ -208,7 +206,7 @@ def compared(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     return rows
 
 
-def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
+def write_report(out: Path, summary: Record) -> Path:
     """OUT/report.html: the table before and after, the curves, and greedy answers that changed, the largest
     changes of length first. One file that loads nothing from elsewhere."""
     pairs = pairs_of(*(read_jsonl(out / "heldout" / f"{name}.jsonl") for name in ("before", "after")))
@@ -361,7 +359,7 @@ class DpoRun:
         self.model.eval()
         return not stopped
 
-    def update(self, batch: list[int], total: int) -> dict[str, Any]:
+    def update(self, batch: list[int], total: int) -> Record:
         """One update; its numbers: margin is beta times the log ratio of chosen minus that of rejected, in
         nats, chosen and rejected the mean log ratios to the start, in nats an answer."""
         begun, config, runtime = time.perf_counter(), self.config, self.runtime

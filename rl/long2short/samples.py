@@ -17,12 +17,10 @@ asked, token for token, and the text of the answer: what reinforcement learning 
 ask again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +34,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json, write_jsonl
+from earlyfusion.kernels.files import Record, read_jsonl, write_atomic, write_json, write_jsonl
 from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -84,7 +82,7 @@ class SampleOptions(Options):
     """go on with what the output folder holds"""
 
 
-def recipe_of(options: SampleOptions, more: Mapping[str, Any]) -> RLConfig:
+def recipe_of(options: SampleOptions, more: Record) -> RLConfig:
     """The run as a recipe: the one named, or of the tasks, with what the options say laid over. Raises
     UserError.
 
@@ -104,7 +102,7 @@ def recipe_of(options: SampleOptions, more: Mapping[str, Any]) -> RLConfig:
     if base is None:
         base = {"tasks": [entry_of(label).model_dump(mode="json") for label in options.tasks]}
     out, degree = Path(options.out), options.temperature
-    asked: dict[str, Any] = {
+    asked: Record = {
         "run": {"name": out.name, "out": options.out, "init_from": options.model, "seed": options.seed},
         "rollout": {"group_size": options.samples},
         "temperature": {"start": degree, "end": degree},
@@ -129,9 +127,7 @@ def check_resume(out: Path, holds: bool, resume: bool) -> None:
         raise UserError(f"nothing to resume in {out}; start without --resume")
 
 
-def save_beside(
-    model: NativeFusion, tokenizer: Tokenizer, out: Path, facts: Mapping[str, Any], base: Path
-) -> Path:
+def save_beside(model: NativeFusion, tokenizer: Tokenizer, out: Path, facts: Record, base: Path) -> Path:
     """Write a model directory that speaks as `base` does: its chat template goes along."""
     directory = save_model(model, tokenizer, out, dict(facts))
     if (base / TEMPLATE_FILE).is_file():
@@ -229,7 +225,7 @@ class Sampler:
             found.append(Answered(prompt, self.config.tasks[prompt.entry].label, answers))
         return found
 
-    def _known(self) -> list[dict[str, Any]]:
+    def _known(self) -> list[Record]:
         """The lines that are there."""
         head, *lines = read_jsonl(self.path) or [{"settings": self.settings}]
         old = head.get("settings", {})
@@ -241,7 +237,7 @@ class Sampler:
             )
         return lines
 
-    def _part(self, start: int) -> list[dict[str, Any]]:
+    def _part(self, start: int) -> list[Record]:
         """Sample and judge the next part."""
         options, asked = self.config.rollout, self.asked[start : start + PART]
         params = SamplingParams(
@@ -259,7 +255,7 @@ class Sampler:
         groups = [Group(prompt, answers) for prompt, answers in zip(asked, made)]
         scored = iter(score(self.rewards, groups))
 
-        lines: list[dict[str, Any]] = []
+        lines: list[Record] = []
         for group in groups:
             answers = []
             for one in group.trajectories:

@@ -5,8 +5,6 @@ All functions take one number for each of N responses and give new rewards or a 
 Legend: N responses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

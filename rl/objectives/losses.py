@@ -61,7 +61,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor
 
 from earlyfusion.kernels.errors import did_you_mean
-from earlyfusion.kernels.files import function_at
+from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.kernels.segments import Segments, check_shapes
 from earlyfusion.pipeline.config.schema import Section
 
@@ -241,7 +241,7 @@ Term: TypeAlias = "Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], tuple[Ten
 """(options, log_ratio_X, advantages_X, logp_X) -> (policy term [X] to be minimised, bool [X]: outside the
 trust region). log_ratio_X and logp_X are differentiable; an answer without a trained token has zeros."""
 
-PRESETS: dict[str, dict[str, Any]] = {}
+PRESETS: dict[str, Record] = {}
 """Objective -> its parts."""
 TERMS: dict[str, tuple[Term, tuple[str, ...]]] = {}
 """Term -> (equation, ratios it works with)."""

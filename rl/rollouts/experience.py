@@ -11,8 +11,6 @@ Prompts with tools are answered in several turns (rl/rollouts/tools.py), in the 
 Legend: N answers of all groups, one after the other.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict, deque
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
 from earlyfusion.model.layers import moe_layers
@@ -81,7 +80,7 @@ class Collector:
         if self.tool_runner is not None:
             self.tool_runner.close()
 
-    def tool_metrics(self) -> dict[str, Any]:
+    def tool_metrics(self) -> Record:
         """What programs did since the last call, over all processes (every process calls it): "tools/..." by
         the names of tools.COUNTED, those that are not 0; tools/valid as the share of answers with a valid
         call; tools/sandbox, where walls are missing, in words. {} without tools."""
@@ -91,7 +90,7 @@ class Collector:
         counts = self.runtime.sum_dict({name: self.tool_runner.counts[name] for name in COUNTED})
         self.tool_runner.counts.clear()
         counts["valid"] /= max(1.0, counts["answers"])
-        metrics: dict[str, Any] = {}
+        metrics: Record = {}
         for name, count in counts.items():
             if count or name in ("answers", "valid", "calls"):
                 metrics[f"tools/{name}"] = count

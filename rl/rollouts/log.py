@@ -11,20 +11,17 @@ of a record depends on the clock, and a resume from update u drops what came aft
 resumed run equals that of one that was never interrupted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Text
 from earlyfusion.data.synth.panels import render_text
-from earlyfusion.kernels.files import plain, read_jsonl, replacing, write_atomic
+from earlyfusion.kernels.files import Record, plain, read_jsonl, replacing, write_atomic
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.experience import Experience
@@ -37,7 +34,7 @@ _OURS = re.compile(r"[0-9a-f]{24}\.png|\.[0-9a-f]{24}\.png\.\d+\.tmp")
 
 def group_records(
     config: RLConfig, experience: Experience, update: int, limit: int, runtime: Runtime
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """`limit` groups of all processes as records of the file, with the picture itself as "image": of every
     entry in turn, the worst, the best, the next worst, ... Every process calls it and gets the same."""
     # What every process has, as (entry, mean score), and which numbers are this one's.
@@ -61,16 +58,16 @@ def group_records(
 
     # Each process makes the records of its own groups.
     mine = [g for g in chosen if first <= g < first + len(own)]
-    records: dict[int, dict[str, Any]] = {}
+    records: dict[int, Record] = {}
     for part in runtime.gather({g: _record(config, experience, update, g - first) for g in mine}):
         records |= part
     return [records[g] for g in chosen]
 
 
-def _record(config: RLConfig, experience: Experience, update: int, g: int) -> dict[str, Any]:
+def _record(config: RLConfig, experience: Experience, update: int, g: int) -> Record:
     group, start = experience.groups[g], experience.bounds[g][0]
     entry, problem = config.tasks[group.prompt.entry], group.problem
-    answers: list[dict[str, Any]] = []
+    answers: list[Record] = []
     for n, trajectory in enumerate(group.trajectories, start):
         # reward is after all shaping, score of the task or the reward function alone; logprob under the
         # policy that sampled it, nats.
@@ -107,7 +104,7 @@ def _record(config: RLConfig, experience: Experience, update: int, g: int) -> di
     }
 
 
-def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
+def read_rollouts(path: str | Path) -> list[Record]:
     """The records of a rollout file (or of OUT), in order; [] when there is none. Torn lines are left out."""
     path = Path(path)
     records = read_jsonl(path / FILE if path.is_dir() else path)
@@ -132,7 +129,7 @@ class RolloutLog:
             if _OURS.fullmatch(path.name) and f"{FOLDER}/{path.name}" not in self._pictures:
                 path.unlink()
 
-    def write(self, groups: Sequence[dict[str, Any]], sandbox: str = "") -> None:
+    def write(self, groups: Sequence[Record], sandbox: str = "") -> None:
         """Append `group_records`; pictures are on disk before the line that names them. sandbox: walls of the
         sandbox that are missing, in words. Numbers that are not finite are written as null."""
         lines = []

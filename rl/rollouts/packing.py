@@ -10,8 +10,6 @@ A prompt is read once for all samples of its group.
 Shapes: T tokens of a packed row, M generated tokens in it, L MoE layers, J experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

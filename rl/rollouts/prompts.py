@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from PIL import Image as PILImage
@@ -42,6 +41,7 @@ from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.tool_tasks import FILE
 from earlyfusion.eval.measure import plain_prompt, replaced
+from earlyfusion.kernels.files import Record
 from earlyfusion.rl.recipe import CurriculumConfig, RLConfig, TaskEntry
 from earlyfusion.vision.config import VisionConfig
 
@@ -327,7 +327,7 @@ class PromptPool:
         self.solved_P = self.solved_P * kept_P + solved_P.cpu()
         self.tried_P = self.tried_P * kept_P + tried_P.cpu()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """For the checkpoint; equal on all processes."""
         return {
             "solved": self.solved_P,
@@ -337,7 +337,7 @@ class PromptPool:
             "left_out": dict(self.left_out),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         """What `state_dict` gave, of the same recipe."""
         self.solved_P, self.tried_P = state["solved"], state["tried"]
         self.drawn_E, self.left_out = list(state["made"]), Counter(state["left_out"])

@@ -15,15 +15,13 @@ it is no answer. Whatever a program does costs its own answer: it ends within it
 (eval/sandbox/host.py) and the model reads why.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,9 +45,9 @@ MEMORY_MB = 256.0
 WORKERS = 2
 """Programs that run at a time, by one process."""
 
-Turn: TypeAlias = tuple[engine.Request, PausedSample | None]
+Turn = tuple[engine.Request, PausedSample | None]
 """What the engine is asked, and what it goes on from."""
-Reply: TypeAlias = tuple[list[Message], Sequence[ProgramResult | None] | None]
+Reply = tuple[list[Message], Sequence[ProgramResult | None] | None]
 """A tool message for every call, and the result of its program (None: none was run); None: the sandbox
 failed."""
 
@@ -99,11 +97,11 @@ class ToolRunner:
             self.close()
             raise
 
-    def start(self, message: Message, files: Mapping[str, Any]) -> Future[Reply]:
+    def start(self, message: Message, files: Mapping[str, bytes]) -> Future[Reply]:
         """Run the calls of a message; the result never raises."""
         return self._threads.submit(self._run, message, files)
 
-    def _run(self, message: Message, files: Mapping[str, Any]) -> Reply:
+    def _run(self, message: Message, files: Mapping[str, bytes]) -> Reply:
         try:
             messages, results = answer_calls(message, self.sandbox, files)
         except (SandboxError, OSError) as error:

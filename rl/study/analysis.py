@@ -36,21 +36,19 @@ Sources: Owen 2007 (Annals of Applied Statistics 1); Searle, Casella, McCulloch 
 Legend: P starts, R runs, I problems, B draws.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
 from earlyfusion.eval.stats import ALPHA, Estimate, holm, interval, mean_estimate
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.report.page import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
 
@@ -61,7 +59,7 @@ CONTROLS = ("random", "sft", "text", "unrelated")
 """Arms that every arm is compared with, where the study has them, besides its own `against`."""
 SHARPER = ("random", "sft")
 """Controls an arm must beat before its gain may be called its own."""
-Row = dict[str, Any]
+Row = Record
 
 
 @dataclass
@@ -70,8 +68,8 @@ class Model:
     model's entropy ({} for a start); probe: "fitted on>read off" -> accuracy by depth ({} without probes)."""
 
     records: dict[str, dict[str, Measured]]
-    matched: dict[str, Any]
-    probe: dict[str, Any]
+    matched: Record
+    probe: Record
 
 
 Models = Mapping[str, Mapping[int, Sequence[Model]]]
@@ -331,7 +329,7 @@ def bootstrap_means(base: Sequence[Array], treated: Sequence[Array], draws: int,
     return (chosen(starts) * np.stack(means, 1)).sum(1)
 
 
-def word(row: Mapping[str, Any], p_holm: float) -> str:
+def word(row: Record, p_holm: float) -> str:
     """ "gain" or "loss" only where both intervals exclude 0 and the adjusted p value agrees; else what could
     not be shown."""
     if math.isnan(row["se"]):
@@ -347,7 +345,7 @@ def word(row: Mapping[str, Any], p_holm: float) -> str:
 # ---- Rules of place.
 
 
-def shortcut(records: Iterable[Measured]) -> dict[str, Any] | None:
+def shortcut(records: Iterable[Measured]) -> Record | None:
     """What a rule that reads no meaning solves of these problems: the best rule of place; None where no
     answer stands in the words (pictures, most counts).
 

@@ -21,8 +21,6 @@ pictures to words would need.
 Legend: N problems, D hidden size, C answers.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,7 +39,7 @@ from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import SEED_STEP, Asked, ask, held_out, match_entropy
 from earlyfusion.eval.measured import by_problem, load_measured, write_measured
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import evaluating, pack_prompts
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model
@@ -72,7 +70,7 @@ def examine(config: StudyConfig, folder: Path, file: Path, arm: Arm | None = Non
     kinds: dict[int, list[TaskEntry]] = {measure.samples: [], 0: []}
     for label in config.labels(arm):
         kinds[measure.samples if config.registered(label) else 0].append(entry_of(label))
-    sizes: dict[str, Any] = {
+    sizes: Record = {
         "problems": measure.problems,
         "seed": measure.seed,
         "max_new_tokens": measure.max_new_tokens,
@@ -92,10 +90,10 @@ def examine(config: StudyConfig, folder: Path, file: Path, arm: Arm | None = Non
     return asked[0]
 
 
-def matched(start: Asked, file: Path) -> dict[str, Any]:
+def matched(start: Asked, file: Path) -> Record:
     """Registered label -> the start at the entropy of a measured run: temperature, entropy, reached, p_target
     by problem."""
-    found: dict[str, Any] = {}
+    found: Record = {}
     known = {question.entry.label for question in start.questions}
     for label, records in by_problem(load_measured(file)).items():
         # The start was asked every registered label, in whatever way any arm is.

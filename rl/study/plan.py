@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import Record, write_atomic
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.recipe import RLConfig, entry_of
@@ -39,7 +39,7 @@ Form = Literal["picture", "twin", "rendered"]
 class PretrainSection(Section):
     recipes: list[str] = Field(min_length=1)
     """Recipes of `earlyfusion pretrain`, composed left to right."""
-    overrides: dict[str, Any] = {}
+    overrides: Record = {}
     """Dotted key -> value."""
 
 
@@ -72,7 +72,7 @@ class Arm(Section):
     """Controls of this arm besides random, sft, text and unrelated."""
     power: float = Field(1.0, gt=0)
     """Power of its scores (TaskEntry.power), for skills that pay partial credit."""
-    config: dict[str, Any] = {}
+    config: Record = {}
     """Laid over the study's [rl]; `data.sources` in it are curated documents."""
 
     @property
@@ -96,7 +96,7 @@ class StudyConfig(Section):
     """Form whose greedy accuracy is the primary metric."""
     pretrain: PretrainSection
     measure: MeasureSection = MeasureSection()
-    rl: dict[str, Any] = {}
+    rl: Record = {}
     """Recipe of `earlyfusion rl` without tasks, for all arms."""
     arms: list[Arm] = Field(min_length=1)
 
@@ -150,7 +150,7 @@ class StudyConfig(Section):
         """Every arm with the number of its run, of one start."""
         return [(arm, run) for run in range(self.rl_seeds) for arm in self.arms]
 
-    def recipe(self, arm: Arm) -> dict[str, Any]:
+    def recipe(self, arm: Arm) -> Record:
         """The reinforcement learning recipe of an arm, as a plain dict."""
         # Measuring during a run is for its curves: off unless the study asks for it.
         tree = merge({"run": {"name": arm.name}, "eval": {"problems": 0}}, merge(self.rl, arm.config))
@@ -158,13 +158,13 @@ class StudyConfig(Section):
         tree["eval"].setdefault("tasks", [self.entry("{skill}/picture"), self.entry("{skill}/twin")])
         return tree
 
-    def entry(self, text: str) -> dict[str, Any]:
+    def entry(self, text: str) -> Record:
         """A label as an entry of a recipe, with the skills filled in."""
         entry = entry_of(text.replace("{skill}", self.skill).replace("{unrelated}", self.unrelated))
         return entry.model_dump(include={"name", "difficulty", "form", "thought"})
 
 
-def read_study(given: str, changes: Mapping[str, Any]) -> StudyConfig:
+def read_study(given: str, changes: Record) -> StudyConfig:
     """A study by the name of a shipped one, or a TOML file. changes: top keys that the command line sets.
 
     Raises UserError, one line, for what is wrong.
@@ -264,7 +264,6 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
 
 def write_recipes(config: StudyConfig, out: Path) -> None:
     """Write study.toml and every run's arm.toml. Raises UserError when OUT holds another study."""
-    out.mkdir(parents=True, exist_ok=True)
     text, path = to_toml(config.model_dump(mode="json")), out / "study.toml"
     # Results of two plans in one folder would be compared as if they were one.
     if path.is_file():
@@ -274,15 +273,13 @@ def write_recipes(config: StudyConfig, out: Path) -> None:
                 f"{out} holds a study with other {', '.join(changed)}: name another folder with --out; only"
                 " seeds, rl_seeds and further arms may change"
             )
-    path.write_text(text, encoding="utf-8")
+    write_atomic(path, text)
     for arm, run in config.runs():
         for seed in range(config.seeds):
-            file = run_folder(out, seed, arm.name, run) / "arm.toml"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(to_toml(config.recipe(arm)), encoding="utf-8")
+            write_atomic(run_folder(out, seed, arm.name, run) / "arm.toml", to_toml(config.recipe(arm)))
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differing(old: Record, new: Record) -> list[str]:
     """Keys in which two plans differ so that their results must not be mixed; seeds, runs and arms may be
     added."""
     free = ("seeds", "rl_seeds", "arms")

@@ -14,8 +14,6 @@ need it. Every stage writes its own stage.log; OUT/study.jsonl holds {"time", "e
 stopped, "stage", "seconds", "code"}, one line an event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -23,7 +21,7 @@ import shutil
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -32,14 +30,14 @@ from typing import Any
 from pydantic import PositiveInt
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.rl.study.analysis import analyse, primary_of
 from earlyfusion.rl.study.plan import Stage, StudyConfig, read_study, stages, write_recipes
 
-Row = Mapping[str, Any]
+Row = Record
 
 
 class TransferOptions(Options):
@@ -192,7 +190,7 @@ class Runner:
         return self._ended(stage, await ended, time.monotonic() - begun)
 
     def _ended(self, stage: Stage, code: int, seconds: float) -> bool:
-        about: dict[str, Any] = {"seconds": round(seconds, 2), "code": code}
+        about: Record = {"seconds": round(seconds, 2), "code": code}
         good = code == 0 and (stage.done or stage.partial)
         if good:
             shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)  # the model is kept

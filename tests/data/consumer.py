@@ -1,8 +1,6 @@
 """A process that reads batches and may be killed at any instant: state and running hash go to one file,
 atomically."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

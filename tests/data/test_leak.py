@@ -4,13 +4,11 @@ rows."""
 import pytest
 import torch
 
-from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import num_patches, num_tokens
 
@@ -153,42 +151,3 @@ def test_fill_of_the_nano_mix(tokenizer, vision, mix, capsys, length, least, see
     with capsys.disabled():
         print(f"\nfill at {length}: {fill_of(loader):.4f}")
     assert fill_of(loader) >= least
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_budget_of_vision_flops_holds_and_splits_only_between_pictures(tokenizer, vision, mix, seed):
-    """A clip has two items (four frames, then two); the budget allows little more than the dearest of
-    them."""
-    cost = VisionCost.from_config(vision)
-    free = Loader(mix(MIX, seed=seed), tokenizer, vision, length=256, tokens=1024, max_patches=65536)
-    seen = [batch for _ in range(12) for batch in free.next_step()]
-    dearest = max(cost.of([grid]) for batch in seen for grid in batch.grids)
-    limit = 1.2 * dearest
-    assert max(cost.of(batch.grids) for batch in seen) > 1.1 * limit, "else the budget would not bite"
-    tight = Loader(
-        mix(MIX, seed=seed),
-        tokenizer,
-        vision,
-        length=256,
-        tokens=1024,
-        max_patches=65536,
-        max_vision_flops=limit,
-    )
-    pictures, fills = 0, []
-    for _ in range(30):
-        (batch,) = tight.next_step()
-        assert cost.of(batch.grids) <= limit
-        assert len(batch.media_positions) == sum(map(num_tokens, batch.grids))
-        begins = int((batch.ids == tokenizer.media_begin_id).sum())
-        assert begins == int((batch.ids == tokenizer.media_end_id).sum()) == len(batch.grids), (
-            "no picture is cut"
-        )
-        pictures += len(batch.grids)
-        fills.append(batch.num_tokens / len(batch.ids))
-    assert pictures > 20
-    first = Loader(
-        mix(MIX), tokenizer, vision, length=256, tokens=1024, max_patches=65536, max_vision_flops=1.0
-    )
-    with pytest.raises(BadSample, match=r"max_vision_flops = 1\)") as error:
-        first.next_step()
-    assert error.value.reason == "over_budget"

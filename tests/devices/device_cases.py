@@ -1,7 +1,5 @@
 """Starting worker.py on a device, and comparing what it found."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

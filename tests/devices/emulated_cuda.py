@@ -10,8 +10,6 @@ It needs device_guard.cpp, compiled and preloaded: see test_emulated_gpu.py. One
 back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -23,6 +21,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -65,15 +64,15 @@ class Device:
     guards = 0
 
 
-class Emulated(torch.Tensor):
+class Emulated(Tensor):
     """A tensor on the emulated device; `inside` holds its values."""
 
-    inside: torch.Tensor
+    inside: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inside):
-        return torch.Tensor._make_wrapper_subclass(
+        return Tensor._make_wrapper_subclass(
             cls,
             inside.size(),
             strides=inside.stride(),
@@ -127,7 +126,7 @@ def wait(what):
 
 
 def to_device(value):
-    return Emulated(value) if isinstance(value, torch.Tensor) and not isinstance(value, Emulated) else value
+    return Emulated(value) if isinstance(value, Tensor) and not isinstance(value, Emulated) else value
 
 
 def to_host(value):
@@ -144,7 +143,7 @@ def on_cuda(device):
 
 def run(func, args, kwargs):
     """One operation of torch, on the device or not."""
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     emulated = [x for x in tensors if isinstance(x, Emulated)]
     name, target = str(func), kwargs.get("device")
     # Nothing of the device is involved.
@@ -222,7 +221,7 @@ def _check_devices(func, args, tensors):
         if strays and isinstance(args[0], Emulated) and all(any(x is i for i in args[1]) for x in strays):
             wait("index from the host")
             strays = []
-        masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
+        masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
         if masks and func is aten.index.Tensor:
             wait("index by a mask")
     if strays:
@@ -275,7 +274,7 @@ def _interpret(call, args, kwargs):
     wide = {}
 
     def widened(x):
-        if not isinstance(x, torch.Tensor) or x.dtype not in HALF:
+        if not isinstance(x, Tensor) or x.dtype not in HALF:
             return x
         # Views that overlap must stay views of one widened memory.
         storage = x.untyped_storage()
@@ -297,7 +296,7 @@ def _patch_triton():
 
     def launch(self, *args, **kwargs):
         tensors = []
-        _each((*args, *kwargs.values()), lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None)
+        _each((*args, *kwargs.values()), lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
         if len({isinstance(x, Emulated) for x in tensors}) > 1:
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         # Noted also when nothing is computed.
@@ -306,7 +305,7 @@ def _patch_triton():
             UNGUARDED.add(self.fn.__name__)
         if not Device.launch_for_real:
             return
-        plain = lambda x: to_host(x).detach() if isinstance(x, torch.Tensor) else x
+        plain = lambda x: to_host(x).detach() if isinstance(x, Tensor) else x
         args, kwargs = _each(args, plain), {key: _each(x, plain) for key, x in kwargs.items()}
         replay = lambda *a, **k: _interpret(lambda *b, **c: original(self, *b, **c), a, k)
         replay(*args, **kwargs)
@@ -358,7 +357,7 @@ class Graph:
                 again = _compute(func, args, kwargs)
                 # Later operations of the graph read the old places.
                 for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0]):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
@@ -398,8 +397,8 @@ def _patch_cuda():
     cuda.device = current
     cuda.stream = cuda.device_of = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "13.0"
-    torch.Tensor.pin_memory = lambda self, *args: self
-    torch.Tensor.record_stream = lambda self, *args: None
+    Tensor.pin_memory = lambda self, *args: self
+    Tensor.record_stream = lambda self, *args: None
     original = torch.Generator
 
     class Generator(original):

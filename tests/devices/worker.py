@@ -6,8 +6,6 @@ JSON object. dry: Triton kernels are launched on the emulated device but do noth
 minutes).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Small models of three kinds, small data files of every benchmark, for the tests of the evaluator."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

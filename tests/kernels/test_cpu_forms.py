@@ -1,7 +1,5 @@
 """The forms for inference on a CPU: equal to their laws, a row's bits its own, and taken only there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import randn

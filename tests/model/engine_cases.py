@@ -1,7 +1,5 @@
 """A tiny model, prompts and short ways to serve them, for the tests of the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Small multimodal models with all of their parts, for the tests of generation, model directories and
 evaluation."""
 
-from __future__ import annotations
-
 import torch
 
 from earlyfusion.data.tokenizer import Tokenizer

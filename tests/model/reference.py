@@ -4,8 +4,6 @@ With fla importable it dispatches to GPU kernels even on a CPU; the pure torch f
 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

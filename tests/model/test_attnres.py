@@ -1,7 +1,5 @@
 """Attention Residuals in the decoder, against the paper's loop written out with plain softmax."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layer plan, configuration errors, construction on the meta device, initialisation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The model does not know devices: kernels/dispatch.py chooses, and the engine says once where rows are
 exact."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

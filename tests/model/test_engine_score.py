@@ -1,7 +1,5 @@
 """Judging given continuations: what the training forward says, the same bits alone and among others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_cases import (

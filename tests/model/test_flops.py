@@ -1,7 +1,5 @@
 """Parameter counts against the published ones; FLOPs against torch's own counter and hand counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

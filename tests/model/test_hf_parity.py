@@ -1,7 +1,5 @@
 """The decoder against transformers' KimiLinear (pure torch, written by others) with copied weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """What the model reports of its labels (loss, z-loss, log-probabilities, entropy) against full logits in
 float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Multi-head latent attention: the maximum logit that QK-Clip reads, and the parts only K3 has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

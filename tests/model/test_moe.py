@@ -1,7 +1,5 @@
 """Router and experts: what is chosen, what it weighs, and that both balancing rules level the load."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

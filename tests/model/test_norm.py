@@ -1,7 +1,5 @@
 """RMSNorm, plain and gated: values, closed-form gradients, dtypes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """A packed row is its documents: loss and every gradient; text-only and image-only batches; mismatches
 refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """The whole model through every Triton kernel (interpreted, on a CPU) against the same model on the
 definitions, and the engine by the kernels that work on its slots and pages in place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

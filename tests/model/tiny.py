@@ -1,7 +1,5 @@
 """Small configurations, models and packed batches for tests, the same everywhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ engine {case: {"torch", "triton", "moved", "called"}}, where answers are {(reque
 log-probabilities at temperature 1)} and "moved" ones were begun on one backend and finished on the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

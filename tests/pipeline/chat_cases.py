@@ -1,8 +1,6 @@
 """Short conversations as files, and a tiny model directory to fine-tune: what the tests of the chat stage
 share."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Steps whose pictures lie unevenly on the ranks, and what a step's gradients are; for
 test_picture_exchange.py."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

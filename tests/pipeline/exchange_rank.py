@@ -1,7 +1,5 @@
 """One of W gloo processes for test_picture_exchange.py: `python exchange_rank.py RANK WORLD PORT FOLDER`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 """One of two gloo processes for test_qk_clip.py: `python muon_rank.py RANK FOLDER`; writes
 FOLDER/rank{RANK}.pt."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

@@ -1,8 +1,6 @@
 """A small random model directory for the tests of the endpoint and the chat, and a server of it as a
 process."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -13,8 +13,11 @@ import tiny_run
 import torch
 from tiny_run import finish, free_port, run_here, same, start, two_ranks, weights
 
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline import pretrain
 from earlyfusion.pipeline.checkpoint import latest, load_tree, step_of
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
 from earlyfusion.pipeline.track import read_metrics
 
@@ -84,6 +87,28 @@ def assert_same_run(left: Path, right: Path) -> None:
             continue
         difference = (mine[name] - other[name]).float().norm() / other[name].float().norm().clamp_min(1e-6)
         assert difference < WEIGHT_RTOL, (name, float(difference))
+
+
+def test_the_compared_run_holds_a_step_with_pictures_on_one_rank_only(recipe):
+    """The case that hangs when a rank without pictures leaves out the vision parameters' all-reduce."""
+    config = load_config([str(recipe)])
+    tokens, stage = Tokenizer.load(config.tokenizer.path), config.stages[0]
+    with Loader(
+        config.data,
+        tokens,
+        config.vision,
+        length=stage.length,
+        tokens=stage.tokens,
+        max_patches=stage.max_patches,
+        lanes=4,
+        stage=0,
+    ) as loader:
+        seen = [[batch.num_patches > 0 for batch in loader.next_step()] for _ in range(STEPS)]
+    by_rank = [(any(lanes[0::2]), any(lanes[1::2])) for lanes in seen]
+    assert {(True, False), (False, True)} & set(by_rank), by_rank
+    assert any(len(set(lanes[0::2])) == 2 for lanes in seen), (
+        "one rank: pictures in one micro-batch, none in the other"
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tiny_run import losses, numbers, same
 
-from earlyfusion.pipeline import cli, pretrain
+from earlyfusion.pipeline import cli, pretrain, update
 from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.track import read_metrics
@@ -124,3 +124,11 @@ def test_a_rollback_across_a_stage_boundary_does_not_read_old_data_again(trainin
     assert [index for index, _ in seen] == [0, 0, 0, 0, 1, 0, 1, 1, 1]
     assert len(set(seen)) == len(seen), "a batch was trained on twice"
     assert run.step == 7 and run.guard.rollbacks == 1
+
+
+def test_too_many_bad_steps_stop_whatever_the_policy(training, capsys, monkeypatch):
+    run = training(("guard.policy", "skip"))
+    monkeypatch.setattr(update, "MAX_SKIPS", 2)
+    poison(run, *range(2, 20))
+    assert cli.guarded(run.train) == EXIT_FAILURE
+    assert run.step == 4 and "bad steps lately: 3" in capsys.readouterr().err

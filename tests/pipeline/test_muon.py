@@ -1,7 +1,5 @@
 """MuonClip's step against references that work on one matrix at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parameter goes where, what is refused, and what survives checkpoints."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

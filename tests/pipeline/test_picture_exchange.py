@@ -92,6 +92,23 @@ def test_pictures_move_where_the_plan_says_so(seen, world, name):
 
 
 @pytest.mark.slow
+def test_the_cases_hold_what_they_are_for(seen):
+    """Pictures moved to a rank without any, none moved in text-only steps, and vision gradients that
+    matter."""
+    moved = {place: any(seen[place[0]][0][place[1]]["routes"]) for place in ALL}
+    assert [name for (world, name), moves in moved.items() if not moves] == [
+        "text only",
+        "one picture in all",
+    ]
+    assert seen[2][0]["exchange in one micro-batch only"]["routes"] == [True, False]
+    for (world, name), moves in moved.items():
+        gradients = seen[world][0][name]["plain"][1]
+        vision = [g.norm() for n, g in gradients.items() if n.startswith(("vision_tower", "mm_projector"))]
+        share = torch.stack(vision).norm() / torch.stack([g.norm() for g in gradients.values()]).norm()
+        assert share > 0.05 or not moves, name
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree_are_all_told_so(seen):
     expected = {
         "micro-batches": "rank 1 has other micro-batches in this step than rank 0",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import assert_same, losses, numbers, run_here, same, weights
+from torch import Tensor
 
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.harness import run_task
@@ -20,7 +21,7 @@ from earlyfusion.pipeline.errors import EXIT_OK
 GRADIENT_RTOL = 2e-5
 
 
-def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
@@ -28,7 +29,7 @@ def test_four_lanes_give_the_gradient_of_one_weighted_mean(training, monkeypatch
     """Micro-batches are accumulated; by hand: all logits, cross entropy, weights by source, one mean."""
     words = (("stages.short.lanes", 4), ("stages.short.tokens", 512), ("optim.clip_grad_norm", "null"))
     run = training(*words)
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
 
     def capture() -> None:
         seen.update({name: parameter.grad.clone() for name, parameter in run.fusion.named_parameters()})
@@ -142,13 +143,13 @@ def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(trai
     """The same loss and gradients in float64, from less than half of the bytes that the backward pass kept
     before."""
     kept: dict[bool, int] = {}
-    gradients: dict[bool, dict[str, torch.Tensor]] = {}
+    gradients: dict[bool, dict[str, Tensor]] = {}
     for recompute in (False, True):
         made = training(("train.recompute", recompute))
         batch, model = made.loaders.at(0).next_step()[0], made.fusion.double()
         sizes: list[int] = []
 
-        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
             sizes.append(tensor.numel())
             return tensor
 

@@ -1,7 +1,5 @@
 """QK-Clip: logits fall to tau in one step, other heads do not change by a bit, and ranks agree."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from tiny_run import assert_same, finish, losses, numbers, run_here, start
 
-from earlyfusion.pipeline.checkpoint import completed, latest, step_of
+from earlyfusion.pipeline import build, pretrain, update
+from earlyfusion.pipeline.checkpoint import completed, latest, load_tree, step_of
+from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, BOUNDARY = 20, 8  # of tiny_run: the second stage begins after step 8
@@ -25,6 +27,21 @@ def unbroken(folder, recipe) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         assert run_here(recipe, folder / "unbroken", monkeypatch=patch) == 0
     return folder / "unbroken"
+
+
+def test_the_unbroken_run_exercises_what_a_resume_must_carry(unbroken):
+    """Otherwise equality below would prove little: all sources, both stages, clipped heads, moved router
+    biases."""
+    records = numbers(unbroken)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["stage"] for record in records] == ["short"] * BOUNDARY + ["long"] * (STEPS - BOUNDARY)
+    seen = {key for record in records for key in record if key.startswith("loss/")}
+    assert seen == {"loss/image", "loss/text", "loss/source/vqa", "loss/source/manual", "loss/source/scenes"}
+    assert sum(record["clipped_heads"] for record in records) > 0
+    state = load_tree(latest(unbroken / "checkpoints") / "model")
+    biases = [value for name, value in state.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and all(bool(bias.any()) for bias in biases)
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
 
 
 def wait_for_step(process, out: Path, step: int) -> None:
@@ -57,6 +74,62 @@ def test_a_killed_run_resumes_bit_for_bit(recipe, unbroken, tmp_path, stage):
     code, errors = finish(start(recipe, out, *words, "--resume"))
     assert code == 0, errors
     assert_same(out, unbroken)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, tmp_path):
+    out = tmp_path / "stopped"
+    process = start(recipe, out, "--checkpoint.every 2 --data.prefetch thread")
+    wait_for_step(process, out, 2)
+    process.send_signal(signal.SIGTERM)
+    code, errors = finish(process)
+    assert code == EXIT_REQUEUE == 75, errors
+    stopped = len(losses(out))
+    assert step_of(latest(out / "checkpoints")) == stopped < STEPS, (
+        "the checkpoint is that of the last step taken"
+    )
+    assert "SIGTERM" in errors and "--resume" in errors and not (out / "model").exists()
+
+    code, errors = finish(start(recipe, out, "--resume --data.prefetch thread"))
+    assert code == 0, errors
+    assert_same(out, unbroken)
+
+
+class Interrupted(Exception):
+    """Stands for a process that dies: nothing after it runs."""
+
+
+# where a process may die, besides between two steps
+PLACES = [
+    (pretrain, "forward_backward"),
+    (update, "_held"),
+    (update, "update_router_biases"),
+    (build, "optimizer_metrics"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "call"), list(zip(PLACES, (5, 8, 9, 17))), ids=[name for _, name in PLACES]
+)
+def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
+    recipe, unbroken, tmp_path, monkeypatch, place, call
+):
+    home, name = place
+    calls, real = 0, getattr(home, name)
+
+    def dies(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Interrupted
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, name, dies)
+        with pytest.raises(Interrupted):
+            run_here(recipe, tmp_path, monkeypatch=monkeypatch)
+    assert run_here(recipe, tmp_path, "--resume", monkeypatch=monkeypatch) == 0
+    assert_same(tmp_path, unbroken)
 
 
 @pytest.mark.parametrize("steps", [1, BOUNDARY, 13])

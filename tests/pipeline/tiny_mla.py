@@ -1,7 +1,5 @@
 """Small modules for optimizer tests: the attributes of the real ones, and nothing else."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@ KDA and MLA, MoE with quantile balancing, block AttnRes; per-head Muon with a QK
 of different length, mixture and learning rate; loss weights by source and for text.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,8 +1,6 @@
 """A toy where long answers are wrong: a tiny model that says " yes" or " no no no no", and a reward for
 "yes"."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny model directory and recipe for the tests of reinforcement learning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

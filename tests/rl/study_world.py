@@ -1,7 +1,5 @@
 """Synthetic measurements of a study, with effects planted where a test wants them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

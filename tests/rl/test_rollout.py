@@ -113,6 +113,23 @@ def test_replayed_routing_uses_the_old_experts_with_fresh_weights():
     assert all(layer.gate.replayed_TJ is None for layer in moe_layers(net))
 
 
+def test_replay_brings_the_trainer_back_to_the_engine_when_choices_flip():
+    """With near ties in the router, a disturbed trainer flips experts; replay removes what the flips add."""
+    net = model()
+    with torch.no_grad():
+        for layer in moe_layers(net):
+            layer.gate.weight.mul_(1e-4)  # all scores within rounding of one half
+            layer.gate.e_score_correction_bias.zero_()
+    every = sampled(net, 8)
+    with torch.no_grad():
+        for layer in moe_layers(net):
+            layer.gate.weight.add_(1e-4 * torch.randn_like(layer.gate.weight))
+    row, places = pack(net, every)
+    replayed = mismatch(every, trained_logprobs(net, row, places).detach())[1]
+    free = mismatch(every, trained_logprobs(net, row, places, replay=False).detach())[1]
+    assert free > 0.05 and replayed < free / 20
+
+
 # ---- new weights
 # ----------------------------------------------------------------------------------------------------
 

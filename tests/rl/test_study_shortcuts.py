@@ -1,7 +1,5 @@
 """Rules that solve problems in words without reading them, found before a study calls them a skill."""
 
-from __future__ import annotations
-
 import pytest
 
 from earlyfusion.data.tasks.registry import make_task

@@ -1,8 +1,6 @@
 """A tiny chat model whose words are chosen by a script: the real engine, held to what a test wants to be
 said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
