@@ -312,7 +312,7 @@ class Loader:
         weights: mixture weights by source, in place of those of the config.
         schedule: weights and vision share by step, in place of `weights`.
         loss_weights: factors of the loss weights by source.
-        log: file that gets a line for each sample left out (`stats.skip_file`).
+        log: file that gets a line for each sample left out (`skip_file`).
 
     Raises:
         DataError: missing data, lanes that the ranks cannot share evenly.

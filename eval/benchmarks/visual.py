@@ -6,7 +6,7 @@ ocr         score: containment (OCRBench)    beside it: exact, cer, wer, anls
 grounding   score: IoU >= 0.5                beside it: iou, acc@0.1 ... acc@0.9, centre_in_box
 chart       score: relaxed (ChartQA)         beside it: exact
 board       score: exact words
-video_qa    score: exact words, or within a tolerance (data/tasks/video_qa.py)
+video_qa    score: exact words, or within a tolerance (data/tasks/pictures.py)
 twins       the questions of all of these, told in words alone, so that a model without eyes can take it
 
 Every question has three views:

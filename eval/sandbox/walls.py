@@ -42,7 +42,7 @@ from collections.abc import Callable
 REQUIRED = ("mount", "net", "ipc", "pid", "keyring", "rlimits", "landlock", "seccomp")
 FOLDER = "/tmp/program-00000000"
 """The program's folder inside its own file system; named like those that have a name of their own
-(rl/rollouts/tool_desk.py)."""
+(rl/rollouts/tools.py)."""
 NEWNS, NEWUSER = 0x00020000, 0x10000000
 SPACES = {"net": 0x40000000, "ipc": 0x08000000, "pid": 0x20000000}
 DEVICES = ("/dev/null", "/dev/urandom")

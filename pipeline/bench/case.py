@@ -23,7 +23,7 @@ from earlyfusion.kernels.dispatch import REGISTRY, load, resolve
 from earlyfusion.kernels.errors import one_line
 
 Side = Callable[..., Any]
-PEERS = ("fla", "torch", "transformers")
+PEERS = ("fla", "torch", "eager", "transformers", "muon")
 FLUSH_BYTES = 1 << 28
 """Several times the L2 cache of any current GPU."""
 
@@ -56,9 +56,11 @@ class Setting:
         """Normal numbers that want a gradient; options of `randn`."""
         return self.randn(*shape, **options).requires_grad_()
 
-    def pick(self, small: Any, full: Any) -> Any:
-        """Shapes: full ones where a GPU is timed, small odd ones for the check and on a CPU."""
-        return full if self.gpu and not self.check else small
+    def pick(self, check: Any, gpu: Any, cpu: Any) -> Any:
+        """Shapes: small odd ones for the check, those of real models on a GPU, small ones on a CPU."""
+        if self.check:
+            return check
+        return gpu if self.gpu else cpu
 
 
 @dataclass

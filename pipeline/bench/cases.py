@@ -182,7 +182,7 @@ def kda_case(
 
 def conv(setting: Setting) -> Iterator[Case]:
     """The short convolution."""
-    lengths, channels = setting.pick(((70, 1, 33), 96), (MIXED, 12288))
+    lengths, channels = setting.pick(((70, 1, 33), 96), (MIXED, 12288), ((2048,), 384))
     segments = Segments.from_lengths(lengths)
     x, taps = setting.leaf(segments.total, channels), setting.leaf(channels, 4, dtype=torch.float32)
     label = f"short convolution T {segments.total} C {channels}"
@@ -193,9 +193,7 @@ def conv(setting: Setting) -> Iterator[Case]:
 @group
 def kda(setting: Setting) -> Iterator[Case]:
     """The layer in all shapes and regimes, a decode step of a batch, the short convolution."""
-    shapes, regimes = setting.pick(CPU_SHAPES, SHAPES), setting.pick(["R2"], REGIMES)
-    if setting.check:
-        shapes, regimes = CHECK_SHAPES, REGIMES
+    shapes, regimes = setting.pick((CHECK_SHAPES, REGIMES), (SHAPES, REGIMES), (CPU_SHAPES, ["R2"]))
     for line in shapes.strip().splitlines():
         label, documents, heads, dim = re.split(": |, | x (?=[0-9]+$)", line)
         length, _, count = documents.partition(" * ")
@@ -204,7 +202,7 @@ def kda(setting: Setting) -> Iterator[Case]:
             yield kda_case(label, lengths, int(heads), int(dim), regime, setting)
 
     # The floor of a decode step is reading and writing the states, which stay float32 in every backend.
-    batch, heads, dim = setting.pick((5, 3, 128), (64, 32, 128))
+    batch, heads, dim = setting.pick((5, 3, 128), (64, 32, 128), (8, 4, 32))
     f, A_log, dt_bias, bound = gate("R1", batch, heads, dim, setting)
     q, k, v = (setting.randn(batch, heads, dim) for _ in range(3))
     state = setting.randn(batch, heads, dim, dim, dtype=torch.float32)
@@ -227,6 +225,7 @@ PATHS = (
     ("32 layers, d 4096", 8, 8, 4096, 4096),
     ("K3, 186 sub-layers, d 7168", 8, 24, 7168, 1024),
 )
+CPU_PATHS = (("12 sub-layers, d 256", 2, 6, 256, 2048),)
 CHECK_PATHS = (("12 sub-layers, d 2304", 2, 6, 2304, 37),)
 
 
@@ -261,7 +260,7 @@ def attnres(setting: Setting) -> Iterator[Case]:
     Least traffic of the two-phase schedule, a unit being one [T, D]: per block n + S units for phase 1, 6 per
     sub-layer around it; backward 3 n + S and 6.
     """
-    for label, blocks, size, hidden, tokens in setting.pick(CHECK_PATHS, PATHS):
+    for label, blocks, size, hidden, tokens in setting.pick(CHECK_PATHS, PATHS, CPU_PATHS):
         count, wide = blocks * size, torch.float32
         norms = 1 + setting.randn(count, hidden, scale=0.1, dtype=wide)
         leaves = [
@@ -289,6 +288,12 @@ def attnres(setting: Setting) -> Iterator[Case]:
 # ---- The loss head.
 
 
+def full_logits_loss(h: Tensor, weight: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
+    """What everybody writes."""
+    nll = F.cross_entropy(F.linear(h, weight).float(), labels, reduction="none")
+    return [(nll * weights).sum(), nll.detach()]
+
+
 def labels_of(tokens: int, vocabulary: int, setting: Setting) -> Tensor:
     """Random token ids [T]."""
     return (setting.rand(tokens) * vocabulary).long()
@@ -297,18 +302,21 @@ def labels_of(tokens: int, vocabulary: int, setting: Setting) -> Tensor:
 @group
 def loss(setting: Setting) -> Iterator[Case]:
     """The loss head: hidden states to the summed loss."""
-    tokens, hidden, vocabulary = setting.pick((200, 256, 5000), (8192, 2304, 163840))
+    tokens, hidden, vocabulary = setting.pick((200, 256, 5000), (8192, 2304, 163840), (2048, 128, 8192))
     h, weight = setting.leaf(tokens, hidden), setting.leaf(vocabulary, hidden, scale=hidden**-0.5)
 
     # The floor reads hidden states and head once, and never sees the logits.
     flops, once = 2.0 * tokens * hidden * vocabulary, h.nbytes + weight.nbytes
-    yield case_of(
+    case = case_of(
         "linear_cross_entropy",
         f"T {tokens} d {hidden} vocabulary {vocabulary}",
         setting,
         [h, weight, labels_of(tokens, vocabulary, setting), torch.ones(tokens, device=setting.device)],
         work=[(once, flops), (2 * once, 2 * flops)],
     )
+    if "eager" in setting.against:
+        case.sides["logits in full"] = full_logits_loss
+    yield case
 
 
 # ---- Products: (label, document lengths, heads, key dim, value dim, causal).
@@ -319,13 +327,27 @@ ATTENTION = (
     ("tower 72, 448 px", (1024,) * 8, 16, 72, 72, False),
     ("tower 128, 896 px", (4096,) * 2, 12, 128, 128, False),
 )
+CPU_ATTENTION = (("MLA 48/32", (512,) * 4, 4, 48, 32, True), ("tower 24", (256,) * 8, 4, 24, 24, False))
 CHECK_ATTENTION = (("MLA", (130, 1, 70), 4, 192, 128, True), ("tower", (64, 17), 2, 72, 72, False))
+
+
+def sdpa(segments: Segments, causal: bool, scale: float) -> Side:
+    """torch's attention, called for every document."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for parts in zip(*(x.split(segments.lengths) for x in (q, k, v))):
+            a, b, c = (part.transpose(0, 1)[None] for part in parts)
+            outs.append(F.scaled_dot_product_attention(a, b, c, is_causal=causal, scale=scale)[0])
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    return run
 
 
 @group
 def attention(setting: Setting) -> Iterator[Case]:
     """Attention inside documents; FLOPs count visible pairs only."""
-    for shape in setting.pick(CHECK_ATTENTION, ATTENTION):
+    for shape in setting.pick(CHECK_ATTENTION, ATTENTION, CPU_ATTENTION):
         label, lengths, heads, key_dim, value_dim, causal = shape
         segments, scale = Segments.from_lengths(lengths), key_dim**-0.5
         leaves = [setting.leaf(segments.total, heads, dim) for dim in (key_dim, key_dim, value_dim)]
@@ -335,7 +357,7 @@ def attention(setting: Setting) -> Iterator[Case]:
         if causal:
             pairs = (pairs + heads * segments.total) / 2
         moved = leaves[0].nbytes * 2 * (1 + value_dim / key_dim)
-        yield case_of(
+        case = case_of(
             "attention",
             f"{label} T {segments.total}",
             setting,
@@ -348,12 +370,16 @@ def attention(setting: Setting) -> Iterator[Case]:
                 (2 * moved, 2 * pairs * (3 * key_dim + 2 * value_dim)),
             ],
         )
+        # It has no normalisers to check.
+        if "eager" in setting.against and not setting.check:
+            case.sides["SDPA per document"] = sdpa(segments, causal, scale)
+        yield case
 
 
 @group
 def rope(setting: Setting) -> Iterator[Case]:
     """qkv split and 2-D RoPE."""
-    tokens, heads, dim = setting.pick((70, 3, 72), (16384, 16, 72))
+    tokens, heads, dim = setting.pick((70, 3, 72), (16384, 16, 72), (4096, 4, 24))
     angles, x = setting.rand(tokens, dim // 2), setting.leaf(tokens, 3, heads, dim)
     turns = torch.polar(torch.ones_like(angles), angles)
     label, work = f"T {tokens} H {heads} D {dim}", [(x.nbytes * 4 / 3, 0), (x.nbytes * 2, 0)]
@@ -363,7 +389,7 @@ def rope(setting: Setting) -> Iterator[Case]:
 @group
 def decode(setting: Setting) -> Iterator[Case]:
     """One absorbed decode step over paged latents (forward only)."""
-    shape = setting.pick((3, 20, 300, 32, 48, 16), (64, 32, 8192, 512, 576, 64))
+    shape = setting.pick((3, 20, 300, 32, 48, 16), (64, 32, 8192, 512, 576, 64), (8, 4, 512, 32, 48, 16))
     batch, heads, length, rank, width, page = shape
 
     # The latents are shared by all heads: reading them is the floor.
@@ -387,7 +413,7 @@ def decode(setting: Setting) -> Iterator[Case]:
 @group
 def moe(setting: Setting) -> Iterator[Case]:
     """Routed SwiGLU experts with uneven loads."""
-    shape = setting.pick((120, 3, 8, 96, 64), (8192, 8, 256, 2304, 1024))
+    shape = setting.pick((120, 3, 8, 96, 64), (8192, 8, 256, 2304, 1024), (2048, 4, 16, 128, 64))
     tokens, choices, experts, hidden, width = shape
 
     # Real routers are uneven, and an even load would flatter grouped products.
@@ -397,19 +423,31 @@ def moe(setting: Setting) -> Iterator[Case]:
     down = setting.leaf(experts, hidden, width, scale=width**-0.5)
     weights = torch.full((tokens, choices), 1 / choices, device=setting.device).requires_grad_()
     flops, moved = 6.0 * tokens * choices * hidden * width, gate_up.nbytes + down.nbytes + 2.0 * x.nbytes
-    yield case_of(
+    case = case_of(
         "moe_experts",
         f"T {tokens} top {choices} of {experts}, {hidden} x {width}",
         setting,
         [x, scores.topk(choices, dim=1).indices, weights, gate_up, down],
         work=[(moved, flops), (2 * moved, 2 * flops)],
     )
+    if "eager" in setting.against:
+        case.sides["loop over experts"] = case.law
+    yield case
+
+
+def torch_muon(gradient: Tensor) -> Tensor:
+    """torch's orthogonalisation (bfloat16, coefficients of its own), one matrix after the other."""
+    from torch.optim import _muon as torch_muon
+
+    coefficients = torch_muon.DEFAULT_A, torch_muon.DEFAULT_B, torch_muon.DEFAULT_C
+    done = [torch_muon._zeropower_via_newtonschulz(G, coefficients, 5, 1e-7) for G in gradient]
+    return torch.stack(done)
 
 
 @group
 def muon(setting: Setting) -> Iterator[Case]:
     """The orthogonalisation of a stack of expert matrices."""
-    count, rows, columns = setting.pick((3, 128, 320), (128, 1024, 2304))
+    count, rows, columns = setting.pick((3, 128, 320), (128, 1024, 2304), (16, 64, 160))
     gradient = setting.randn(count, rows, columns)
     short, long = min(rows, columns), max(rows, columns)
 
@@ -422,6 +460,8 @@ def muon(setting: Setting) -> Iterator[Case]:
     label = f"Newton-Schulz {count} x [{rows}, {columns}]"
     case = case_of("newton_schulz", label, setting, [gradient], around=iterate, work=work)
     case.tolerance = max(case.tolerance, 0.1 * (setting.dtype == torch.bfloat16))
+    if "muon" in setting.against:
+        case.sides["torch.optim.Muon"] = torch_muon
     yield case
 
 

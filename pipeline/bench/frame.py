@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,22 +119,41 @@ def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
     return names
 
 
-def save_record(out: str, options: Record, **parts: Any) -> None:
-    """Write the parts as JSON, with what a figure depends on beside the code, and say where."""
+def environment() -> Record:
+    """What a figure depends on beside the code and the moment."""
     device = platform.processor() or platform.machine()
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    record = {
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
+    packages = {package: installed(package) for package in PACKAGES}
+    return {
         "device": device,
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
-        "packages": {package: installed(package) for package in PACKAGES},
-        "options": options,
-        **parts,
+        "packages": packages,
     }
+
+
+def save_record(out: str, options: Record, **parts: Any) -> None:
+    """Write the parts as JSON, with what a figure depends on beside the code, and say where."""
+    when, load = time.strftime("%Y-%m-%d %H:%M:%S"), os.getloadavg()[0]
+    record = {"when": when, "load": load, **environment(), "options": options, **parts}
     print(f"saved {write_json(out, record)}")
+
+
+def saved_record(out: str) -> Record:
+    """What `save_record` wrote. Raises UserError if it was made on another machine or by other versions."""
+    try:
+        record = dict(json.loads(Path(out).read_bytes()))
+    except (ValueError, TypeError):
+        # No record: nothing in it fits.
+        record = {}
+    for name, value in environment().items():
+        if record.get(name) != value:
+            raise UserError(
+                f"{out} was made with {name} {record.get(name)}, this is {value}: rows of both do not "
+                "compare, give another --out"
+            )
+    return record
 
 
 if __name__ == "__main__":

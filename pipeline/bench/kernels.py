@@ -4,9 +4,11 @@ Part 1 compares each side with the float64 definition, outputs and gradients, on
 a GPU, float32 on a CPU). Part 2 times all sides in turn in one process: CUDA events with a flushed L2 cache
 on a GPU, the clock on a CPU; medians, peak memory, ratios of ours to its peers, and the share of the floor
 given by copy bandwidth and matrix-product rate measured in the same process. A peer that is missing or fails
-is told with its reason. The exit code is 1 if one of our kernels misses its tolerance.
+is told with its reason. The file is written after every case, and --resume goes on with one that was broken
+off. The exit code is 1 if one of our kernels misses its tolerance.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +30,15 @@ from earlyfusion.pipeline.bench.case import (
     time_once,
 )
 from earlyfusion.pipeline.bench.cases import CASES
-from earlyfusion.pipeline.bench.frame import Result, alternate, chosen, compared, default_device, save_record
+from earlyfusion.pipeline.bench.frame import (
+    Result,
+    alternate,
+    chosen,
+    compared,
+    default_device,
+    save_record,
+    saved_record,
+)
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
@@ -43,6 +53,8 @@ class KernelOptions(Options):
     """timed calls of every side"""
     out: str = "runs/bench/kernels.json"
     """where the numbers are saved"""
+    resume: bool = False
+    """keep the cases that this file has already"""
 
 
 def measure(case: Case, setting: Setting, rounds: int) -> Result:
@@ -110,12 +122,15 @@ def kernels(options: KernelOptions) -> int:
     show("error against the float64 definition (2-norm, worst tensor)", checked)
 
     measured: Result = {}
+    if options.resume and os.path.exists(options.out):
+        measured = saved_record(options.out)["cases"]
     rates = {
         "copy_tb_per_s": copy_bandwidth(device) / 1e12,
         "product_tflop_per_s": product_rate(device, dtype) / 1e12,
     }
     for case in cases(setting, groups):
-        measured[case.label] = measure(case, setting, options.rounds)
+        if case.label not in measured:
+            measured[case.label] = measure(case, setting, options.rounds)
         show(case.label, measured[case.label])
         # Written after every case: a run of hours that is killed loses one.
         save_record(options.out, options.model_dump(), rates=rates, errors=checked, cases=measured)

@@ -38,6 +38,36 @@ def test_the_command_checks_measures_and_saves(tmp_path, capsys):
     assert report["packages"]["torch"] == torch.__version__ and report["rates"]["copy_tb_per_s"] > 0
 
 
+def test_a_broken_off_run_goes_on_where_it_was_on_the_same_machine_only(tmp_path, monkeypatch):
+    out, calls = tmp_path / "kernels.json", []
+    first = bench(out, only="rope")
+    own = kernels.measure
+    monkeypatch.setattr(
+        kernels, "measure", lambda case, *given: calls.append(case.label) or own(case, *given)
+    )
+    again = bench(out, resume=True)
+    assert [label.partition(":")[0] for label in calls] == ["muon"]
+    assert first["cases"].items() <= again["cases"].items()
+    for record in ('[1, "no record', json.dumps(again | {"threads": 99})):
+        out.write_text(record)
+        with pytest.raises(UserError, match="give another --out"):
+            bench(out, resume=True)
+
+
+def test_eager_peers_compute_what_ours_compute():
+    """What everybody writes in plain torch: a document at a time, logits in full, a loop over experts."""
+    found = {}
+    for group in ("loss", "moe"):
+        for case in kernels.cases(setting(["eager"]), [group]):
+            found |= errors(case)
+    assert set(found) == {"ours", "logits in full", "loop over experts"}
+    assert max(found.values()) < 2e-5  # fp32, sums in another order
+
+    for case in kernels.cases(Setting(CPU, torch.float32, ["eager"]), ["attention"]):
+        got, expected = case.sides["SDPA per document"](*case.leaves), case.law(*case.leaves)[0]
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("option", ["only=kdaa: kda", "against=flaa: fla"])
 def test_bad_options_are_named(tmp_path, option):
     given, match = option.split(": ")
