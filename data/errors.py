@@ -1,10 +1,8 @@
 """What can be wrong with data, said in one line: what was given, what was expected, what to do."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from earlyfusion.kernels.errors import UserError, one_line
+from earlyfusion.kernels.errors import UserError
 
 
 class DataError(UserError, ValueError):
@@ -46,24 +44,6 @@ REASONS = (
     "unexpected",
 )
 """Why a sample was left out."""
-
-
-@contextmanager
-def one_sample(where: str) -> Iterator[None]:
-    """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it
-    has its own.
-
-    A file made to do harm finds some line that nobody thought of; it costs the run one sample, and is named
-    and counted. A DataError passes: it is about a whole source or its configuration, and no other sample
-    would fare better.
-    """
-    # Not BaseException: an interrupt is meant for the run.
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise BadSample(f"{where}: {type(error).__name__}: {one_line(error)}", "unexpected") from error
 
 
 def told(reasons: Counter[str]) -> str:

@@ -6,14 +6,15 @@ worker.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import BadSample
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.picture import Picture, open_picture
 from earlyfusion.kernels.errors import one_line
 
@@ -22,6 +23,24 @@ TEXT_BYTES = 24 << 20
 is parsed."""
 MEDIA_BYTES = 2 << 30
 """Most bytes of a picture or a video that is read at once (DecodeConfig.video_max_mb may allow less)."""
+
+
+@contextmanager
+def one_sample(where: str) -> Iterator[None]:
+    """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it
+    has its own.
+
+    A file made to do harm finds some line that nobody thought of; it costs the run one sample, and is named
+    and counted. A DataError passes: it is about a whole source or its configuration, and no other sample
+    would fare better.
+    """
+    # Not BaseException: an interrupt is meant for the run.
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise BadSample(f"{where}: {type(error).__name__}: {one_line(error)}", "unexpected") from error
 
 
 def within(size: int, limit: int, where: str) -> None:

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import BadSample, one_sample
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import Encoded, PackedBatch, cuts, encode, pack_all, refuse_longer
 from earlyfusion.data.loading.order import Permutation
-from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.sample import Sample, Text, one_sample
 from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import evaluating

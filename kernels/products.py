@@ -193,6 +193,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any argument is float64, else float32: gates, states and sums are never kept in half
+    precision."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The autocast dtype where autocast is on for the tensors' device, else their promoted dtype.
 

@@ -218,12 +218,23 @@ class Inputs(NamedTuple):
     dt_bias: Tensor
 
 
-def check_kda(op: str, x: Inputs, tokens: int) -> dict[str, int]:
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Raise ValueError unless the bound is None or negative."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(
+            f"KDA gate: lower_bound={lower_bound} given; expected None (unbounded softplus gate) or a"
+            " negative number of nats per token such as -5.0"
+        )
+
+
+def check_kda(op: str, x: Inputs, tokens: int, lower_bound: float | None) -> dict[str, int]:
     """Sizes by letter.
 
     Raises:
-        ValueError: naming the argument whose shape does not fit the others or the number of tokens.
+        ValueError: naming the argument whose shape does not fit the others or the number of tokens, or a
+            bound that is not negative.
     """
+    check_lower_bound(lower_bound)
     sizes = check_shapes(
         op,
         {"T": tokens},

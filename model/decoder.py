@@ -197,6 +197,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.sublayers_per_block = config.sublayers_per_block()
         self.recompute = False
         hidden, std = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, hidden, std)
@@ -256,7 +257,7 @@ class Decoder(nn.Module):
             sublayers.append((second, SubLayer(layer.post_attention_layernorm, feed_forward)))
 
         # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
-        size = self.config.sublayers_per_block()
+        size = self.sublayers_per_block
         sources: tuple[Tensor, ...] = (x_TD,)
         for start in range(0, len(sublayers), size):
             sources = self._maybe_recompute(run_block, sources, sublayers[start : start + size], recorder)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, num_tokens
+from earlyfusion.vision.patches import Grid, VisionCost, num_tokens
 
 ROOMS = ("embedding", "kda", "mla", "moe", "dense", "attnres", "norm", "head", "vision", "projector")
 

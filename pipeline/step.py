@@ -38,7 +38,8 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime, gradient_sync
-from earlyfusion.vision.balance import Route, VisionCost, complaint, gather_grids, plan_step
+from earlyfusion.vision.balance import Route, complaint, gather_grids, plan_step
+from earlyfusion.vision.patches import VisionCost
 
 # Dense bf16 tensor-core FLOP/s by a part of torch.cuda.get_device_name. First match wins.
 PEAKS = {

@@ -31,33 +31,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, num_patches, num_tokens
-
-
-@dataclass(frozen=True)
-class VisionCost:
-    """Forward FLOPs of the tower: `per_patch` * n + `per_pair` * n^2 for each picture (a multiply-add is
-    two)."""
-
-    per_patch: float
-    per_pair: float
-
-    @classmethod
-    def from_config(cls, config: VisionConfig) -> VisionCost:
-        """a = 2 (patch embedding + L (4 C Q + 2 C F)), b = 4 Q L, with C hidden, Q qkv width, F mlp, L
-        layers."""
-        # From the configuration alone: the host plans before any tensor exists.
-        width, qkv, layers = config.hidden_size, config.qkv_width, config.num_hidden_layers
-        block = 4 * width * qkv + 2 * width * config.intermediate_size
-        embed = width * config.in_channels * config.patch_size**2
-        return cls(2.0 * (embed + layers * block), 4.0 * qkv * layers)
-
-    def of(self, grids: Sequence[Grid]) -> float:
-        """FLOPs of pictures of these (t, h, w) grids, in patches."""
-        # Attention looks at all patches of one item and never across items: the square is per item.
-        counts = [num_patches(grid) for grid in grids]
-        return self.per_patch * sum(counts) + self.per_pair * sum(count * count for count in counts)
+from earlyfusion.vision.patches import Grid, VisionCost, num_patches, num_tokens
 
 
 def assign(

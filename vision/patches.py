@@ -8,8 +8,9 @@ Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -81,6 +82,31 @@ def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
     them."""
     _, h, w = grid
     return (h // merge[0]) * (w // merge[1])
+
+
+@dataclass(frozen=True)
+class VisionCost:
+    """Forward FLOPs of the tower: `per_patch` * n + `per_pair` * n^2 for each picture (a multiply-add is
+    two)."""
+
+    per_patch: float
+    per_pair: float
+
+    @classmethod
+    def from_config(cls, config: VisionConfig) -> Self:
+        """a = 2 (patch embedding + L (4 C Q + 2 C F)), b = 4 Q L, with C hidden, Q qkv width, F mlp, L
+        layers."""
+        # From the configuration alone: the host plans before any tensor exists.
+        width, qkv, layers = config.hidden_size, config.qkv_width, config.num_hidden_layers
+        block = 4 * width * qkv + 2 * width * config.intermediate_size
+        embed = width * config.in_channels * config.patch_size**2
+        return cls(2.0 * (embed + layers * block), 4.0 * qkv * layers)
+
+    def of(self, grids: Sequence[Grid]) -> float:
+        """FLOPs of pictures of these (t, h, w) grids, in patches."""
+        # Attention looks at all patches of one item and never across items: the square is per item.
+        counts = [num_patches(grid) for grid in grids]
+        return self.per_patch * sum(counts) + self.per_pair * sum(count * count for count in counts)
 
 
 def patchify(frames: np.ndarray, patch_size: int) -> Tensor:

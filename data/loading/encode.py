@@ -427,7 +427,7 @@ class Size(NamedTuple):
     tokens: int
     patches: int = 0
     cost: float = 0.0
-    """Vision FLOPs (balance.VisionCost)."""
+    """Vision FLOPs (patches.VisionCost)."""
 
     def fits(self, left: Size) -> bool:
         """Whether nothing of it is more than is left."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
+from earlyfusion.data.errors import BadSample, DataError, DataExhausted, told
 from earlyfusion.data.loading.encode import (
     Encoded,
     PackedBatch,
@@ -29,11 +29,12 @@ from earlyfusion.data.loading.encode import (
     refuse_longer,
 )
 from earlyfusion.data.loading.order import Blend, Permutation, Schedule
+from earlyfusion.data.sample import one_sample
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.files import Record
-from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.patches import VisionCost
 
 Reference = tuple[str, int, int, int, int]
 """(source, epoch, index, first token, end) of a piece."""

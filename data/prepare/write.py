@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import BadSample, DataError, one_sample, told
+from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.formats import MEDIA, Group, build, describe
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.read import InputOptions, open_input
-from earlyfusion.data.sample import Sample
+from earlyfusion.data.sample import Sample, one_sample
 from earlyfusion.data.shards.fetch import MANIFEST, TABLES
 from earlyfusion.data.shards.read import (
     INDEX_SUFFIX,

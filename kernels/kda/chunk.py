@@ -66,11 +66,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.naive import L2_EPS, log_decay, log_decay_backward, wide_dtype
-from earlyfusion.kernels.products import without_autocast
+from earlyfusion.kernels.kda.naive import L2_EPS
+from earlyfusion.kernels.products import wide_dtype, without_autocast
 from earlyfusion.kernels.segments import Inputs, Segments, check_kda
 
 
@@ -438,12 +439,46 @@ def _normalize_backward(
     return grid.rows(dx_BCK).mul_(norm_TH1).to(x.dtype)
 
 
+# ---- the forget gate ----
+
+
+def _log_decay(x: Inputs, lower_bound: float | None) -> Tensor:
+    """g_TGK as in the definition, its sums in place."""
+    dtype = wide_dtype(x.f, x.A_log, x.dt_bias)
+    rate_G1 = x.A_log.to(dtype).exp().unsqueeze(-1)
+    x_TGK = x.f.to(dtype) + x.dt_bias.to(dtype)
+    if lower_bound is None:
+        return F.softplus(x_TGK).mul_(-rate_G1)
+    return x_TGK.mul_(rate_G1).sigmoid_().mul_(lower_bound)
+
+
+def _log_decay_backward(
+    dg_TGK: Tensor, g_TGK: Tensor, x: Inputs, lower_bound: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (df_TGK, dA_log_G, ddt_bias_GK) from dg and the g that `_log_decay` returned.
+
+    The derivative of the bounded gate is taken from its value, L * s * (1 - s) = g * (1 - g / L): it goes to
+    exactly 0 where the sigmoid saturates, so a huge exp(A_log) never meets an infinity.
+    """
+    dtype = g_TGK.dtype
+    rate_G1 = x.A_log.to(dtype).exp().unsqueeze(-1)
+    x_TGK = x.f.to(dtype) + x.dt_bias.to(dtype)
+    if lower_bound is None:
+        dA_log_G = (dg_TGK * g_TGK).sum(0).sum(-1)
+        df_TGK = x_TGK.sigmoid_().mul_(dg_TGK).mul_(-rate_G1)
+    else:
+        # From the value, not from the sigmoid again: where it saturates the difference is an exact zero.
+        df_TGK = torch.addcmul(g_TGK, g_TGK, g_TGK, value=-1.0 / lower_bound).mul_(dg_TGK).mul_(rate_G1)
+        dA_log_G = (df_TGK * x_TGK).sum(0).sum(-1)
+    return df_TGK, dA_log_G, df_TGK.sum(0)
+
+
 def _operands(x: Inputs, lower_bound: float | None, grid: Grid, dtype: torch.dtype) -> _Operands:
     group = x.v.shape[1] // x.q.shape[1]
     q_BCK, norm_q = _normalized(x.q.to(dtype), x.q.shape[2] ** -0.5, group, grid)
     k_BCK, norm_k = _normalized(x.k.to(dtype), 1.0, group, grid)
 
-    g_TGK = log_decay(x.f, x.A_log, x.dt_bias, lower_bound).to(dtype)
+    g_TGK = _log_decay(x, lower_bound).to(dtype)
     alpha_TGK = g_TGK.exp()
     alpha_RGK = grid.spread(alpha_TGK)
     # A document start forgets everything before it; a row that holds no token forgets nothing.
@@ -523,8 +558,7 @@ class _ChunkKDA(torch.autograd.Function):
             # the rounding noise of the running sum, and the factor exp(A_log) of the gate would amplify that
             # noise.
             dg_TGK = dg_TGK.masked_fill(made.g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
-            gate = x.A_log, x.dt_bias
-            df, dA_log, ddt_bias = log_decay_backward(dg_TGK, x.f, made.g_TGK, *gate, lower_bound)
+            df, dA_log, ddt_bias = _log_decay_backward(dg_TGK, made.g_TGK, x, lower_bound)
 
             # A token reading itself: no decay in between.
             same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
@@ -601,7 +635,7 @@ def kda(
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
     """
     x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
-    sizes = check_kda("kda", x, segments.total)
+    sizes = check_kda("kda", x, segments.total, lower_bound)
     if chunk is None:
         # Measured fastest on a CPU.
         chunk = 32 if sizes["K"] <= 64 else 64

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.kda.naive import wide_dtype
+from earlyfusion.kernels.products import wide_dtype
 from earlyfusion.kernels.segments import Segments, check_conv
 
 # Pre-activation, gradient and inputs of a block are all in the cache at once.

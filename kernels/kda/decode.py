@@ -29,10 +29,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.dispatch import load
-from earlyfusion.kernels.kda.naive import check_lower_bound, l2_normalize, log_decay, wide_dtype
+from earlyfusion.kernels.kda.naive import l2_normalize, log_decay
 from earlyfusion.kernels.launch import on_device, power_of_two
-from earlyfusion.kernels.products import accumulate_dtype, without_autocast
-from earlyfusion.kernels.segments import INTEGERS, Inputs, check_kda, check_shapes, check_tensors
+from earlyfusion.kernels.products import accumulate_dtype, wide_dtype, without_autocast
+from earlyfusion.kernels.segments import (
+    INTEGERS,
+    Inputs,
+    check_kda,
+    check_lower_bound,
+    check_shapes,
+    check_tensors,
+)
 
 MAX_DIM = 256
 
@@ -177,7 +184,7 @@ def kda_step(
     ``state_BGKV`` is not modified.
     """
     x = Inputs(q_BHK, k_BHK, v_BGV, f_BGK, b_BG, A_log_G, dt_bias_GK)
-    check_kda("kda_step", x, state_BGKV.shape[0])
+    check_kda("kda_step", x, state_BGKV.shape[0], lower_bound)
     dtype = wide_dtype(q_BHK, v_BGV, state_BGKV)
     group = v_BGV.shape[1] // q_BHK.shape[1]
     scale = q_BHK.shape[-1] ** -0.5

@@ -123,7 +123,7 @@ class CompiledDecoder:
         mixes: list[Mix] = []
         size = count = 2 * len(layers)
         if decoder.config.attn_res != "none":
-            size = decoder.config.sublayers_per_block()
+            size = decoder.sublayers_per_block
             for layer in layers:
                 mixes += layer.mixes()
         blocks = -(-len(mixes) // size)

@@ -22,10 +22,11 @@ from rich.tree import Tree
 
 from earlyfusion.data.cards import Card, bad_card, make_card
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.errors import BadSample, DataError, one_sample
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.examples import write_examples
 from earlyfusion.data.formats import describe
 from earlyfusion.data.prepare.write import open_tokenizer
+from earlyfusion.data.sample import one_sample
 from earlyfusion.data.shards.fetch import TABLES, TOTALS, as_local, braces, is_url
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source
 from earlyfusion.data.sources.folder import Folder

@@ -4,9 +4,9 @@ from itertools import product
 import pytest
 
 from earlyfusion.model.flops import vision_flops
-from earlyfusion.vision.balance import VisionCost, assign, exchange, imbalance, loads
+from earlyfusion.vision.balance import assign, exchange, imbalance, loads
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import num_patches, num_tokens
+from earlyfusion.vision.patches import VisionCost, num_patches, num_tokens
 
 V2 = VisionCost.from_config(VisionConfig.preset("moonvit_v2"))
 

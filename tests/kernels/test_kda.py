@@ -199,6 +199,16 @@ def test_a_decay_of_exactly_zero_stays_finite_and_forgets():
     torch.testing.assert_close(found["o"][20:], fresh, rtol=0, atol=1e-6)
 
 
+def test_a_saturated_bounded_gate_with_a_huge_rate_has_finite_gradients():
+    segments, tensors, bound = inputs((9,), regime="bounded")
+    tensors = cast(tensors, torch.float32)
+    with torch.no_grad():
+        tensors[3].copy_(40 * tensors[3].sign())
+        tensors[5].fill_(30.0)
+    found = results(chunk.kda, tensors, segments, bound)
+    assert all(value.isfinite().all() for value in found.values()) and not found["df"].any()
+
+
 @pytest.mark.parametrize("size", [32, 64])
 def test_identical_keys_without_decay_do_not_blow_up_the_triangular_inverse(size):
     """L is all ones below the diagonal: its powers reach 1e17 at 64 tokens, its inverse has entries 0, 1,

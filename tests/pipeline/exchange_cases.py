@@ -12,9 +12,9 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.step import LossMeter, forward_backward
-from earlyfusion.vision.balance import Exchange, Route, VisionCost, exchange
+from earlyfusion.vision.balance import Exchange, Route, exchange
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, num_patches, num_tokens
+from earlyfusion.vision.patches import Grid, VisionCost, num_patches, num_tokens
 
 PAD, MEDIA, TOKENS = 2, 5, 160
 

@@ -16,7 +16,8 @@ from tiny_run import environment, forget_processes, free_port
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.step import PictureExchange
-from earlyfusion.vision.balance import VisionCost, plan_step
+from earlyfusion.vision.balance import plan_step
+from earlyfusion.vision.patches import VisionCost
 
 # Gradients in fp64, relative to the norm of all of them: measured up to 6e-15, sums over pictures in another
 # order. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and more.

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from earlyfusion.vision.balance import VisionCost, assign, exchange, loads, plan_step
+from earlyfusion.vision.balance import assign, exchange, loads, plan_step
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import num_patches
+from earlyfusion.vision.patches import VisionCost, num_patches
 
 COST = VisionCost.from_config(VisionConfig.preset("moonvit_v2"))
 BIG, SMALL = (1, 64, 64), (1, 8, 8)

@@ -30,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.naive import check_lower_bound
 from earlyfusion.kernels.kda.triton.prep import chunk_gradients, prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, dot_dtype, hardware, interpreted, on_device
@@ -279,13 +278,12 @@ def kda(
         ValueError: a wrong shape, dtype, device or stride, or an unknown chunk, naming the argument.
     """
     x, initial = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK), initial_state_NGKV
-    sizes = check_kda("kda", x, segments.total) | {"N": segments.num}
+    sizes = check_kda("kda", x, segments.total, lower_bound) | {"N": segments.num}
     check_shapes("kda", sizes, initial_state_NGKV=initial)
     check_tensors("kda", x.q, FLOATS, "rows", **x._asdict())
     # One dtype for all operands of a product.
     check_tensors("kda", x.q, (x.q.dtype,), "rows", k=x.k, v=x.v)
     check_tensors("kda", x.q, (FP32,), "rows", initial_state=initial)
-    check_lower_bound(lower_bound)
     if chunk is not None and chunk not in CHUNKS:
         raise ValueError(f"kda: chunk={chunk}; expected one of {CHUNKS}, or None for the default")
     heads, key_dim, value_dim, device = sizes["G"], sizes["K"], sizes["V"], q_THK.device
