@@ -14,9 +14,9 @@ class UserError(Exception):
     exit_code = 2
 
 
-def nearest(word: str, choices: Iterable[str], cutoff: float = 0.4) -> str | None:
-    """The choice most like `word`; None when none reaches `cutoff` (difflib's ratio, 0 to 1)."""
-    found = difflib.get_close_matches(word, sorted(set(choices)), n=1, cutoff=cutoff)
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice most like `word`; None when none is like it (difflib's ratio below 0.4)."""
+    found = difflib.get_close_matches(word, sorted(set(choices)), n=1, cutoff=0.4)
     return found[0] if found else None
 
 

@@ -11,13 +11,13 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import one_line
 
 
-def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
+def show(title: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
     # A log file has no width, and wrapped figures are hard to read.
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=150)
-    table = Table("", title=title, title_justify="left", caption=caption or None)
+    table = Table("", title=title, title_justify="left")
 
     # Columns may have rows of their own: a dict keeps all names in order.
     rows: dict[str, None] = {}

@@ -24,16 +24,14 @@ been, so
 with Satterthwaite's degrees of freedom: about P - 1 when starts disagree, more when problems do. The scatter
 of the runs is in MS_starts. `low`, `high` and p are Student's t.
 
-Beside it stands the hierarchical bootstrap: starts with replacement, runs with replacement inside each,
-problems with replacement, pairs kept together; quantiles of the draws. It counts the scatter of runs and
-single answers more than once (Owen 2007, "The pigeonhole bootstrap") but is too narrow in the tails for a
-handful of starts (5 starts: t is 2.78, not 1.96); so a claim needs both intervals, and Holm's p value.
+A hierarchical bootstrap of starts, runs and problems is too narrow in the tails for a handful of starts (5
+starts: t is 2.78, not 1.96), so there is none.
 
 With one start there is no telling what another start would do: all intervals are nan, and nothing may be
 claimed.
 
-Sources: Owen 2007 (Annals of Applied Statistics 1); Searle, Casella, McCulloch 1992 chapter 4.
-Legend: P starts, R runs, I problems, B draws.
+Source: Searle, Casella, McCulloch 1992 chapter 4.
+Legend: P starts, R runs, I problems.
 """
 
 import math
@@ -53,7 +51,6 @@ from earlyfusion.pipeline.report.page import read_dict
 from earlyfusion.rl.study.plan import START, Arm, StudyConfig, beside, measured_file
 
 Array = NDArray[np.float64]
-DRAWS = 2000
 # A gain that one of these shows as well is not owed to the pictures.
 CONTROLS = ("random", "sft", "text", "unrelated")
 """Arms that every arm is compared with, where the study has them, besides its own `against`."""
@@ -127,7 +124,7 @@ def primary_of(config: StudyConfig, arm: Arm) -> str:
     return config.primary_label + ("/thought" if arm.thought else "")
 
 
-def compared(base: dict[int, Array], treated: dict[int, Array], draws: int) -> Row | None:
+def compared(base: dict[int, Array], treated: dict[int, Array]) -> Row | None:
     """Means, difference with its intervals, and every run's own difference; None where the arms share no
     start."""
     # Runs may be missing; a start alone says nothing of an arm.
@@ -137,10 +134,10 @@ def compared(base: dict[int, Array], treated: dict[int, Array], draws: int) -> R
     a, b = [base[p] for p in both], [treated[p] for p in both]
     before, after = (float(np.mean([runs.mean() for runs in side])) for side in (a, b))
     per_seed = [(runs.mean(1) - start.mean()).tolist() for start, runs in zip(a, b)]
-    return {"before": before, "after": after, **compare_arms(a, b, draws=draws), "per_seed": per_seed}
+    return {"before": before, "after": after, **vars(compare_arms(a, b)), "per_seed": per_seed}
 
 
-def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
+def analyse(config: StudyConfig, out: Path) -> Row:
     """All tables of the report as plain data (also OUT/study.json)."""
     models = load_models(config, out)
     arms = [arm for arm in config.arms if arm.name in models]
@@ -158,7 +155,7 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
             metrics = claims if config.registered(label) else ["accuracy", "p_target"]
             for metric in [*metrics, "ece"]:
                 base, treated = (arrays(models, name, label, metric) for name in (START, arm.name))
-                found = compared(base, treated, draws)
+                found = compared(base, treated)
                 if found is not None:
                     registered = label == primary_of(config, arm) and metric in claims
                     about = {"arm": arm.name, "label": label, "metric": metric, "registered": registered}
@@ -171,12 +168,11 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> Row:
     for records in starts:
         for label, row in summary(one for known in records.values() for one in known.values()).items():
             told[label].append(row)
-    differences = [row for arm in arms for row in against_controls(config, models, arm, arms, draws)]
+    differences = [row for arm in arms for row in against_controls(config, models, arm, arms)]
     return {
         "primary": config.primary_label,
         "seeds": list(models[START]),
         "family": len(family),
-        "draws": draws,
         "start": told,
         "rows": rows,
         "differences": differences,
@@ -194,9 +190,7 @@ def judge(rows: Sequence[Row]) -> None:
         row["p_holm"], row["word"] = p, word(row, p)
 
 
-def against_controls(
-    config: StudyConfig, models: Models, arm: Arm, arms: Sequence[Arm], draws: int
-) -> list[Row]:
+def against_controls(config: StudyConfig, models: Models, arm: Arm, arms: Sequence[Arm]) -> list[Row]:
     """Differences in differences of one arm: (arm - start) - (control - start), where both were measured
     alike."""
     rows = []
@@ -209,7 +203,7 @@ def against_controls(
         for name, label in ((control.name, primary_of(config, control)), (arm.name, own)):
             start, after = (arrays(models, one, label, "accuracy") for one in (START, name))
             gains.append({p: after[p] - start[p] for p in after if p in start})
-        found = compared(gains[0], gains[1], draws)
+        found = compared(gains[0], gains[1])
         if found is not None:
             about = {"arm": arm.name, "control": control.name, "label": own, "metric": "accuracy"}
             found |= {"control_gain": found.pop("before"), "arm_gain": found.pop("after")}
@@ -273,21 +267,13 @@ def probes(models: Models) -> Row:
 # ---- Statistics.
 
 
-def compare_arms(
-    base: Sequence[Array], treated: Sequence[Array], *, draws: int = DRAWS, seed: int = 0
-) -> dict[str, float]:
-    """Delta of two arms with its uncertainty: the t interval's `value`, `se`, `low`, `high`, `p`, `df` and
-    `n`, and `boot_low`, `boot_high`. base, treated: for every start values [R, I]; R may differ, I may not (I
-    = 1 for what is no mean over problems, such as a calibration error).
+def compare_arms(base: Sequence[Array], treated: Sequence[Array]) -> Estimate:
+    """Delta of two arms. base, treated: for every start values [R, I]; R may differ, I may not (1 for what
+    is no mean over problems, such as a calibration error).
 
     Raises ValueError when the arms do not have the same starts and problems.
     """
-    cells_PI = np.stack([b.mean(0) - a.mean(0) for a, b in zip(base, treated, strict=True)])
-    # One start has no spread: nothing may be claimed.
-    low = high = math.nan
-    if len(base) > 1:
-        low, high = np.quantile(bootstrap_means(base, treated, draws, seed), [ALPHA / 2, 1 - ALPHA / 2])
-    return {**vars(crossed_mean(cells_PI)), "boot_low": float(low), "boot_high": float(high)}
+    return crossed_mean(np.stack([b.mean(0) - a.mean(0) for a, b in zip(base, treated, strict=True)]))
 
 
 def crossed_mean(cells_PI: Array) -> Estimate:
@@ -311,32 +297,14 @@ def crossed_mean(cells_PI: Array) -> Estimate:
     return interval(value, se, min(df, n - 1), n)
 
 
-def bootstrap_means(base: Sequence[Array], treated: Sequence[Array], draws: int, seed: int) -> Array:
-    """The difference in every draw [B] of the hierarchical bootstrap."""
-    rng, starts, items = np.random.default_rng(seed), len(base), base[0].shape[1]
-
-    def chosen(count: int) -> Array:
-        """How much each of `count` counts in every draw, [B, count]."""
-        return rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
-
-    # Problems are the same in all models: one choice a draw for everybody.
-    problems_BI, means = chosen(items), []
-    for a_RI, b_RI in zip(base, treated):
-        both = []
-        for values_RI in (a_RI, b_RI):
-            both.append((chosen(len(values_RI)) * (problems_BI @ values_RI.T)).sum(1))
-        means.append(both[1] - both[0])
-    return (chosen(starts) * np.stack(means, 1)).sum(1)
-
-
 def word(row: Record, p_holm: float) -> str:
-    """ "gain" or "loss" only where both intervals exclude 0 and the adjusted p value agrees; else what could
+    """ "gain" or "loss" only where the interval excludes 0 and the adjusted p value agrees; else what could
     not be shown."""
     if math.isnan(row["se"]):
         return "one start: nothing can be said"
     # An interval of no width means that nothing varied, not that all is known.
-    above = row["se"] > 0 and min(row["low"], row["boot_low"]) > 0
-    below = row["se"] > 0 and max(row["high"], row["boot_high"]) < 0
+    above = row["se"] > 0 and row["low"] > 0
+    below = row["se"] > 0 and row["high"] < 0
     if not p_holm <= ALPHA or not (above or below):
         return "no difference shown"
     return "gain" if above else "loss"

@@ -35,7 +35,6 @@ from earlyfusion.rl.study.plan import (
 )
 from earlyfusion.rl.study.transfer import Runner, headline, write_report
 
-DRAWS = 500
 NULL = "no difference shown"
 
 
@@ -43,7 +42,7 @@ def analysed(out, effects, config=None, **more):
     """What is found where these effects are planted."""
     config = config or study()
     plant(config, out, effects, **more)
-    return analyse(config, out, DRAWS)
+    return analyse(config, out)
 
 
 def pick(results, arm, label, metric):
@@ -116,7 +115,7 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     write_recipes(config, tmp_path)
     file = beside(measured_file(tmp_path, 0), "probe")
     file.write_text(json.dumps({"picture>twin": [0.5, 0.5]}))
-    found = analyse(config, tmp_path, DRAWS)
+    found = analyse(config, tmp_path)
     page = checked(write_report(config, tmp_path, found))
     for words in (
         "registered",
@@ -354,5 +353,5 @@ def test_a_seed_is_measured_once_and_a_stopped_stage_goes_on(tmp_path):
     assert lost.read_text() == told
     first = measured_file(tmp_path, 0, "a", 0)
     assert first.stat().st_mtime_ns == before[first], "what was measured is measured again"
-    row = {row["metric"]: row for row in analyse(config, tmp_path, DRAWS)["rows"] if row["registered"]}
+    row = {row["metric"]: row for row in analyse(config, tmp_path)["rows"] if row["registered"]}
     assert row["accuracy"]["value"] == row["p_matched"]["value"] == 0, "the runs are the start"
