@@ -4,6 +4,8 @@ A table that fits is printed as it is. One that does not gets narrower columns, 
 even that is too wide, every row is told by itself, as "name value" for each column.
 """
 
+import sys
+
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -13,8 +15,14 @@ from rich.text import Text
 UNBOUNDED = 10_000
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table whose cells are text (markup allowed)."""
+def terminal() -> Console:
+    """The terminal, or a log file, which has no width and where wrapped figures are hard to read."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table whose cells are text (markup allowed), on `terminal` if no console is given."""
+    console = console or terminal()
     wide, narrow, columns = [], [], []
     for column in table.columns:
         cells = [_text(console, cell) for cell in (column.header, *column.cells)]

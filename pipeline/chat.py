@@ -20,6 +20,7 @@ from pydantic import Field, PositiveInt
 from earlyfusion.data.chat.template import Message, Template, template_of
 from earlyfusion.data.chat.tokens import ChatStream, encode_chat, parse_assistant
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.options import SamplingOptions, verb
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.sources.folder import PICTURES
 from earlyfusion.data.tokenizer import Tokenizer
@@ -33,7 +34,6 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.generate_cmd import device_of, params_of
-from earlyfusion.pipeline.options import SamplingOptions, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\

@@ -14,9 +14,8 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-import shutil
+import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from pydantic_core import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
-from earlyfusion.pipeline.config.arguments import recipe_command
+from earlyfusion.pipeline.config.arguments import SETTINGS, recipe_command
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.verbs import BENCHES, VERBS, Verb
 
@@ -36,9 +35,6 @@ PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES,
 """Errors of a path that was given: not there, of another kind, not allowed."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that is full, over its quota, or not to be written: the user's to mend, wherever it shows."""
-
-
-SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 def load(path: str) -> Any:
@@ -75,19 +71,10 @@ def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCo
     app = function
     if not isinstance(app, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name, cls=Command, help=_help(function), context_settings=SETTINGS)(function)
+        # A paragraph behind a line of one backspace is not wrapped again.
+        text = re.sub(r"\n\n(?= *earlyfusion )", "\n\n\b\n", inspect.cleandoc(function.__doc__ or ""))
+        app.command(name, cls=Command, help=text, context_settings=SETTINGS)(function)
     return typer.main.get_command(app)  # type: ignore[return-value]
-
-
-def _help(function: Any) -> str:
-    width = min(SETTINGS["max_content_width"], shutil.get_terminal_size().columns) - 4
-    blocks = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    for index, block in enumerate(blocks):
-        if block.lstrip().startswith("earlyfusion "):
-            lines = [textwrap.fill(line, width, subsequent_indent="    ") for line in block.splitlines()]
-            # What typer shall not wrap again begins with a line of one backspace.
-            blocks[index] = "\n".join(["\b", *lines])
-    return "\n\n".join(blocks)
 
 
 def group_of(verbs: Mapping[str, Verb], callback: Callable[..., None]) -> typer.Typer:

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
@@ -114,7 +113,6 @@ def doctor(
     if device == "cuda" and not gpu:
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
     chosen = torch.device("cuda" if device != "cpu" and gpu else "cpu")
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
     machine = Table(title="versions and devices", title_justify="left", show_header=False)
     for fact in facts().items():
@@ -133,12 +131,11 @@ def doctor(
         kernels.add_row(op, verdict, f"{share:.1e}", backend, where.removeprefix("earlyfusion."))
 
     for shown in (machine, kernels):
-        print_table(console, shown)
+        print_table(shown)
     for trap in traps():
-        console.print(f"warning: {trap}", markup=False, soft_wrap=True)
+        print(f"warning: {trap}")
     if broken:
-        said = f"not well: {', '.join(broken)} break their law; try EF_KERNELS=naive and report it"
-        console.print(said, markup=False)
+        print(f"not well: {', '.join(broken)} break their law; try EF_KERNELS=naive and report it")
         return EXIT_FAILURE
-    console.print("all well: every kernel keeps its law")
+    print("all well: every kernel keeps its law")
     return EXIT_OK

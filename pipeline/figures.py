@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -13,10 +12,6 @@ from earlyfusion.kernels.errors import one_line
 
 def show(title: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
     """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
-    # A log file has no width, and wrapped figures are hard to read.
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=150)
     table = Table("", title=title, title_justify="left")
 
     # Columns may have rows of their own: a dict keeps all names in order.
@@ -28,7 +23,7 @@ def show(title: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
         # Names may be those of others: no markup, nothing that a terminal obeys.
         cells = [row, *(shown(figures.get(row)) for figures in columns.values())]
         table.add_row(*(escape(one_line(cell)) for cell in cells))
-    print_table(console, table)
+    print_table(table)
 
 
 def shown(value: Any) -> str:

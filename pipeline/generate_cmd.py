@@ -1,6 +1,7 @@
 """`earlyfusion generate`: ask a trained model about pictures, or let it continue a text.
 
-    earlyfusion generate --model DIR [--image FILE]... --question "what color is the circle?"
+    earlyfusion generate --model DIR [--image FILE]... \\
+        --question "what color is the circle?"
     earlyfusion generate --model DIR --prompt "The import statement"
 
 A question is put in the form the model was trained on: as in pretraining, or as a chat message after a chat
@@ -18,6 +19,7 @@ from earlyfusion.data.chat.template import Message, template_of
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.options import SamplingOptions, verb
 from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Sample, Segment, Text, question_text
 from earlyfusion.data.tokenizer import Tokenizer
@@ -26,7 +28,6 @@ from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.options import SamplingOptions, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 

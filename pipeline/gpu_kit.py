@@ -23,9 +23,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import Field
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.pipeline.cli import run_alone
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
-from earlyfusion.pipeline.options import Options, verb
 
 PROJECT, MACHINE = "earlyfusion", "x86_64"
 # The machine's own builds of these fit its driver; ours would not.

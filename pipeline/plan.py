@@ -7,7 +7,6 @@ device, so the 48B recipe prints about as fast as nano. `banner` is the head of 
 """
 
 import re
-import sys
 from collections import Counter
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from earlyfusion.data.tables import print_table
+from earlyfusion.data.tables import print_table, terminal
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
@@ -148,16 +147,16 @@ def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool 
     # The vocabulary of the recipe's tokenizer directory, when it names one; else the size it asks for.
     if config.tokenizer.path is not None:
         config = with_tokenizer(config, Tokenizer.load(config.tokenizer.path))
-    console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = console or terminal()
     model = meta_model(config)
     routing = routing_table(config, model)  # made in any case: it is what raises
-    print_table(console, size_table(config, model))
-    print_table(console, stage_table(config))
+    print_table(size_table(config, model), console)
+    print_table(stage_table(config), console)
     if brief:
         last = "checked; nothing was written. Routing and the whole recipe: earlyfusion plan"
         console.print(f"output folder: {config.run.directory}\n{last}", markup=False, soft_wrap=True)
         return
-    print_table(console, routing)
+    print_table(routing, console)
     console.print(f"# resolved recipe {config.run.name}, hash {recipe_hash(config)}", markup=False)
     console.print(render(config), markup=False, soft_wrap=True)
 

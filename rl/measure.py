@@ -1,10 +1,14 @@
 """What a model knows of held-out problems of the verifiable tasks (eval/measure.py): greedy accuracy,
 p(correct), pass@k and calibration, the same problems for every model.
 
-earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
-earlyfusion measure --model TREATED --recipe vision-rl --against BEFORE/measured.jsonl --out AFTER
-earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
-earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none
+earlyfusion measure --model DIR --tasks counting/1/picture \\
+    counting/1/twin --samples 8
+earlyfusion measure --model TREATED --recipe vision-rl \\
+    --against BEFORE/measured.jsonl --out AFTER
+earlyfusion measure --model UNTOUCHED --tasks counting/1/twin \\
+    --match-entropy 0.21
+earlyfusion measure --model SFT --tasks counting/0/picture/tools \\
+    --pictures true,grey,swapped,none
 
 An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by
 themselves; "accuracy_4x" and "ended_4x" are accuracy and that share with four times the limit, where a policy
@@ -29,6 +33,7 @@ from typing import Annotated
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import (
     LONGER,
@@ -51,7 +56,6 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry, entry_of
 from earlyfusion.rl.rollouts.packing import Trajectory, pack

@@ -4,6 +4,36 @@
 Workers read, check and count; one writer puts the samples into shards in the order of the input, so the
 result is the same, byte for byte, for any number of workers and after any interruption: run the same command
 again to go on.
+
+What is read:
+
+\b
+folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json,
+           page.html + page.png), and the rows of .jsonl, .json lists, .csv
+           and .tsv files in it
+.jsonl     one object a line, also .gz and .zst; .json: a list of objects;
+           .csv, .tsv: a first line of column names. Paths in a row are
+           relative to its file
+.parquet   one file, a folder or a glob
+datasets   a folder written by Hugging Face datasets' save_to_disk (media are
+           taken as stored, not decoded)
+shards     tar files, to shard, index and deduplicate them anew
+
+What a row may hold (other names by --image-field, --text-field, --question-field, --answer-field):
+
+\b
+{"image": PATH, "caption": TEXT}     a picture and its caption (or "text")
+{"image": PATH, "question": TEXT, "answer": TEXT}
+                                     or "questions": a list of such pairs
+{"image": PATH, "conversations": [{"from", "value"}]}
+                                     LLaVA; or "messages": [{"role", ...}]
+{"file_name": PATH, "text": TEXT}    of a Hugging Face image folder
+{"video": PATH, "caption": TEXT}
+{"text": TEXT}
+{"texts": [...], "images": [...]}
+
+Files beside a picture: .txt its caption, .json a row without the path, .html .svg ... its source. A
+picture with a source and a caption becomes a caption, --format code makes it source.
 """
 
 import fcntl
@@ -16,9 +46,9 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
+from pydantic import Field, PositiveInt
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
@@ -27,6 +57,7 @@ from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.prepare.read import InputOptions, open_input
 from earlyfusion.data.prepare.write import (
     SKIPPED,
@@ -52,110 +83,72 @@ _LAYOUT = 4
 FORMATS = ("auto", *BUILDERS)
 
 
-def prepare(
-    source: Annotated[
-        str | None,
-        typer.Argument(help="folder, file, glob, dataset on disk, tar shards or URL", metavar="SRC"),
-    ] = None,
-    *,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the shards")],
-    recheck: Annotated[
-        bool, typer.Option("--verify", help="only recheck checksums and indexes of --out")
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(min=1, help="processes that read and check; 1 works in this process")
-    ] = 2,
-    shard_mb: Annotated[float, typer.Option(min=1e-3, help="largest shard in MB (10^6 bytes)")] = 256.0,
-    shard_samples: Annotated[int, typer.Option(min=1, help="most samples in a shard")] = 10_000,
-    format: Annotated[
-        str, typer.Option(metavar="NAME", help=f"what the samples are: {', '.join(FORMATS)}")
-    ] = "auto",
-    dedup: Annotated[
-        Literal["sample", "none"],
-        typer.Option(help="leave out what has the content of an item before, or keep it"),
-    ] = "sample",
-    image_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="field of a row with the path of a picture or video")
-    ] = None,
-    text_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="field of a row with the text")
-    ] = None,
-    question_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="field of a row with a question")
-    ] = None,
-    answer_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="field of a row with its answer")
-    ] = None,
-    split: Annotated[str | None, typer.Option(metavar="NAME", help="split of a dataset on disk")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="tokenizer that counts; without one the embedded one")
-    ] = None,
-    vision: Annotated[
-        str, typer.Option(metavar="NAME", help=f"patch rule that counts: {', '.join(sorted(PRESETS))}")
-    ] = "moonvit_v2",
-    max_pixels: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=MOST_PIXELS,
-            help="most pixels of a picture, as data.decode.max_pixels of the recipe that trains on it",
-        ),
-    ] = DecodeConfig().max_pixels,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="delete what another preparation left in --out")
-    ] = False,
-) -> None:
-    """Turn files, tables, datasets on disk or shards into indexed shards. What is read:
+class PrepareOptions(Options):
+    positional = ("source",)
 
-    \b
-    folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json,
-               page.html + page.png), and the rows of .jsonl, .json lists, .csv
-               and .tsv files in it
-    .jsonl     one object a line, also .gz and .zst; .json: a list of objects;
-               .csv, .tsv: a first line of column names. Paths in a row are
-               relative to its file
-    .parquet   one file, a folder or a glob
-    datasets   a folder written by Hugging Face datasets' save_to_disk (media are
-               taken as stored, not decoded)
-    shards     tar files, to shard, index and deduplicate them anew
+    source: str | None = None
+    """folder, file, glob, dataset on disk, tar shards or URL"""
+    out: Path
+    """folder for the shards"""
+    verify: bool = False
+    """only recheck checksums and indexes of --out"""
+    workers: PositiveInt = 2
+    """processes that read and check; 1 works in this process"""
+    shard_mb: float = Field(256.0, ge=1e-3)
+    """largest shard in MB (10^6 bytes)"""
+    shard_samples: PositiveInt = 10_000
+    """most samples in a shard"""
+    format: str = "auto"
+    """what samples are: auto, caption, qa, conversation, interleaved, grounding, ocr, video, code or text"""
+    dedup: Literal["sample", "none"] = "sample"
+    """leave out what has the content of an item before, or keep it"""
+    image_field: str | None = None
+    """field of a row with the path of a picture or video"""
+    text_field: str | None = None
+    """field of a row with the text"""
+    question_field: str | None = None
+    """field of a row with a question"""
+    answer_field: str | None = None
+    """field of a row with its answer"""
+    split: str | None = None
+    """split of a dataset on disk"""
+    tokenizer: str | None = None
+    """tokenizer that counts; without one the embedded one"""
+    vision: str = "moonvit_v2"
+    """preset whose patch rule counts"""
+    max_pixels: int = Field(DecodeConfig().max_pixels, ge=1, le=MOST_PIXELS)
+    """most pixels of a picture, as data.decode.max_pixels of the recipe that trains on it"""
+    overwrite: bool = False
+    """delete what another preparation left in --out"""
 
-    What a row may hold (other names by --image-field, --text-field, --question-field, --answer-field):
 
-    \b
-    {"image": PATH, "caption": TEXT}     a picture and its caption (or "text")
-    {"image": PATH, "question": TEXT, "answer": TEXT}
-                                         or "questions": a list of such pairs
-    {"image": PATH, "conversations": [{"from", "value"}]}
-                                         LLaVA; or "messages": [{"role", ...}]
-    {"file_name": PATH, "text": TEXT}    of a Hugging Face image folder
-    {"video": PATH, "caption": TEXT}
-    {"text": TEXT}
-    {"texts": [...], "images": [...]}
-
-    Files beside a picture: .txt its caption, .json a row without the path, .html .svg ... its source. A
-    picture with a source and a caption becomes a caption, --format code makes it source.
-    """
+@verb
+def prepare(options: PrepareOptions) -> None:
+    """Entry of `earlyfusion prepare`."""
+    source, out = options.source, options.out
     console = Console(stderr=True)
-    if recheck:
+    if options.verify:
         _recheck(out, console)
         return
     if source is None:
         raise DataError("prepare: name a source, or --verify to recheck --out")
     # Before anything is opened: a typing error should not cost a scan of the folder.
-    for name, given, known in (("format", format, FORMATS), ("vision", vision, PRESETS)):
+    for name, given, known in (("format", options.format, FORMATS), ("vision", options.vision, PRESETS)):
         if given not in known:
             raise DataError(f"--{name} {given}: {did_you_mean(given, known)}")
 
     # What is read, and what the result depends on: the number of workers is no part of it.
-    fields = InputOptions(image_field, text_field, split, question_field, answer_field)
+    fields = InputOptions(
+        options.image_field, options.text_field, options.split, options.question_field, options.answer_field
+    )
     make = partial(
         Worker,
         source,
         fields,
-        format=format,
-        tokenizer=tokenizer,
-        vision=vision,
-        max_pixels=max_pixels,
+        format=options.format,
+        tokenizer=options.tokenizer,
+        vision=options.vision,
+        max_pixels=options.max_pixels,
     )
     try:
         opened = open_input(source, fields)
@@ -163,21 +156,22 @@ def prepare(
         raise
     except Exception as error:  # files of others: whatever nobody thought of is one line, too
         raise DataError(f"{source}: cannot be opened ({type(error).__name__}: {one_line(error)})") from error
-    words = open_tokenizer(tokenizer).hash
-    how = (fields, format, dedup, vision, max_pixels, words, shard_mb, shard_samples)
-    identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
-    form = opened.form if format == "auto" else format
-    about = {"tokenizer": words, "source": Path(source).name, "format": form, "vision": vision}
+    words = open_tokenizer(options.tokenizer).hash
+    sizes = options.shard_mb, options.shard_samples
+    how = (fields, options.format, options.dedup, options.vision, options.max_pixels, words)
+    identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how, *sizes):016x}"
+    form = opened.form if options.format == "auto" else options.format
+    about = {"tokenizer": words, "source": Path(source).name, "format": form, "vision": options.vision}
 
     # From here on nobody else writes in the folder.
-    with _owned(out, identity, overwrite):
+    with _owned(out, identity, options.overwrite):
         manifest = read_manifest(str(out))
         if manifest is not None:
             console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
         else:
-            shards = ShardSet(out, int(shard_mb * 1e6), shard_samples, dedup == "sample")
+            shards = ShardSet(out, int(sizes[0] * 1e6), sizes[1], options.dedup == "sample")
             try:
-                _fill(shards, make, opened.count, workers, console)
+                _fill(shards, make, opened.count, options.workers, console)
                 manifest = shards.finish(opened.count, about)
             except OSError as error:
                 raise DataError(
@@ -307,7 +301,7 @@ def _report(out: Path, manifest: Record, console: Console) -> None:
     table.add_row("tokens", f"{manifest['tokens']:,}")
     table.add_row("patches", f"{manifest['patches']:,} in {manifest['media']:,} pictures and videos")
     table.add_row("left out", told(Counter(manifest["skipped"])) or "nothing")
-    print_table(console, table)
+    print_table(table, console)
 
     # An example tells more than a count of reasons.
     if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):

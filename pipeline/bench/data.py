@@ -41,6 +41,7 @@ from earlyfusion.data.config import DataConfig
 from earlyfusion.data.decode import decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer
@@ -50,7 +51,6 @@ from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, run_side, save_record
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.stage_data import StageLoaders
 from earlyfusion.vision.config import VisionConfig

@@ -37,6 +37,7 @@ import typer
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.cache import KdaSlots
@@ -60,7 +61,6 @@ from earlyfusion.pipeline.bench.train import shared_shape, their_model
 from earlyfusion.pipeline.config.arguments import split_overrides
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 from earlyfusion.vision.config import VisionConfig
 

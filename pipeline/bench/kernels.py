@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from pydantic import PositiveInt
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.pipeline.bench.case import (
     PEERS,
     Case,
@@ -41,7 +42,6 @@ from earlyfusion.pipeline.bench.frame import (
 )
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 
 
 class KernelOptions(Options):

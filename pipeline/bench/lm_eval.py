@@ -2,7 +2,8 @@
 lm-evaluation-harness: one process, one model, the same requests in turn, tokenisation included, task building
 left out on both sides.
 
-earlyfusion bench lm-eval --model PATH --data mmlu_pro --categories 2 --questions 30 --out ratio.json
+earlyfusion bench lm-eval --model PATH --data mmlu_pro --categories 2 \\
+    --questions 30 --out ratio.json
 
 PATH is a transformers checkpoint or a .gguf file. The gain comes from the five examples, which all questions
 of a category share: the more questions a category has (the set has 381 to 1351), the larger it is.
@@ -14,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tasks.scoring import best_choice
 from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
@@ -21,7 +23,6 @@ from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, save_record
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 
 
 class LmEvalOptions(Options):

@@ -19,6 +19,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
@@ -36,7 +37,6 @@ from earlyfusion.pipeline.bench.frame import (
 )
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 
 SHARED = (
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"

@@ -19,13 +19,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sources.base import KINDS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.config.compose import compose
 from earlyfusion.pipeline.config.schema import model_in
-from earlyfusion.pipeline.options import Options, verb
 
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+"""Of every command (click's context settings)."""
 STARTED = "command.json"
 """File in the output folder: recipes and overrides as JSON."""
 OF_ONE_CALL = ("run.out", "run.steps")
@@ -103,8 +105,7 @@ def recipe_command(
         keys_of, overrides = schema, given
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-    app.command(name, cls=Command, help=about, context_settings=settings)(verb(called))
+    app.command(name, cls=Command, help=about, context_settings=SETTINGS)(verb(called))
     return typing.cast(TyperCommand, typer.main.get_command(app))
 
 

@@ -11,11 +11,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import ClassVar
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.eval.compare import compare_arms, load_arm
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import number, p_value, write_page
 
 

@@ -1,10 +1,15 @@
 """Run benchmarks; --list shows the tasks. A stopped run goes on when the same command is given again.
 
-    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280
-    earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
-    earlyfusion eval --model http://localhost:8000/v1 --tasks counting --out evals/served
-    earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR
-    earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out evals/overlap
+    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting \\
+        --data mmlu_pro=DIR --limit 280
+    earlyfusion eval --model hf:PATH --tasks gpqa_diamond \\
+        --data gpqa_diamond.csv --samples 8 --out evals/gpqa
+    earlyfusion eval --model http://localhost:8000/v1 --tasks counting \\
+        --out evals/served
+    earlyfusion eval --model RUN/model --harness lm-eval \\
+        --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR
+    earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR \\
+        --out evals/overlap
 
 `earlyfusion compare` reads the --out folders.
 """
@@ -18,6 +23,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.eval.benchmarks.base import BaseTask, build_task, known_benchmarks
 from earlyfusion.eval.benchmarks.lm_eval import run_harness
 from earlyfusion.eval.contamination import report
@@ -27,7 +33,6 @@ from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
 from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.progress import is_finite
 
 

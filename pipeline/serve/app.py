@@ -1,7 +1,8 @@
 """`earlyfusion serve`: an OpenAI-compatible endpoint over one model directory.
 
     earlyfusion serve --model runs/nano/model --port 8000
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_client.py
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none \\
+        python my_client.py
 
     GET  /health  /v1/models  /v1/models/{name}  /stats
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
@@ -28,6 +29,7 @@ from pydantic import Field, PositiveInt
 
 from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
@@ -36,7 +38,6 @@ from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 try:

@@ -1,13 +1,17 @@
-"""Model merging (k1.5 2.4): one model directory whose weights are the weighted mean of several."""
+"""Model merging (k1.5 2.4): one model directory whose weights are the weighted mean of several,
+which must be of one configuration and one tokenizer.
+
+    earlyfusion long2short average runs/long/model runs/short/model \\
+        --weights 0.5 0.5 --out runs/merged
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import load_config
@@ -34,21 +38,23 @@ def mean_state(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float])
     return mean
 
 
-def average(
-    models: Annotated[
-        list[str], typer.Argument(metavar="DIR...", help="model directories of one configuration")
-    ],
-    out: Annotated[str, typer.Option(metavar="DIR", help="model directory to write")],
-    weights: Annotated[
-        list[float] | None, typer.Option(metavar="X...", help="share of each model; equal if left out")
-    ] = None,
-) -> None:
-    """Merge the weights of two or more models of one configuration and one tokenizer.
+class AverageOptions(Options):
+    positional = ("models",)
 
-    earlyfusion long2short average runs/long/model runs/short/model --weights 0.5 0.5 --out runs/merged
-    """
+    models: list[str]
+    """model directories of one configuration"""
+    out: str
+    """model directory to write"""
+    weights: list[float] = []
+    """share of each model; equal if left out"""
+
+
+@verb
+def average(options: AverageOptions) -> None:
+    """Entry of `earlyfusion long2short average`."""
+    models, out = options.models, options.out
     # What was given.
-    shares = weights or [1.0] * len(models)
+    shares = options.weights or [1.0] * len(models)
     places = [Path(one).resolve() for one in (*models, out)]
     if len(models) < 2:
         raise UserError(f"{len(models)} model given; averaging needs two or more model directories")

@@ -1,6 +1,7 @@
 """Preference training for shorter answers (DPO, k1.5 2.4): sample, pair, train, measure.
 
-earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 --out runs/dpo --set optim.lr=1e-4
+earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 \\
+    --out runs/dpo --set optim.lr=1e-4
 
 Answers are sampled once from the start, made into pairs (the shortest right answer against longer wrong ones
 and right ones of 1.5 times its length), and the policy is trained against the frozen start. Log-probabilities
@@ -30,6 +31,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.options import verb
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import Answer, ask
 from earlyfusion.eval.measured import solved
@@ -42,7 +44,6 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, latest
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
-from earlyfusion.pipeline.options import verb
 from earlyfusion.pipeline.report.page import read_run, write_page
 from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, seed_everything
 from earlyfusion.pipeline.schedule import linear

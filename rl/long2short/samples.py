@@ -8,7 +8,8 @@ Problems are sampled in parts of PART; a stopped run goes on behind the last par
 
 The shortest right answers, as documents for fine-tuning (shortest rejection sampling, k1.5 2.4):
 
-earlyfusion long2short shortest --model DIR --tasks counting/1/twin --problems 512 --out runs/shortest
+earlyfusion long2short shortest --model DIR --tasks counting/1/twin \\
+    --problems 512 --out runs/shortest
 earlyfusion sft runs/shortest/sft.toml
 
 OUT/train.jsonl holds rows of kind "chat_files" (template "plain", pictures in OUT/images), OUT/sft.toml a
@@ -30,6 +31,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from earlyfusion.data.chat.template import TEMPLATE_FILE
+from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
@@ -42,7 +44,6 @@ from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig, TaskEntry, entry_of, start_directory, temperature
 from earlyfusion.rl.rollouts.experience import Group, build_rewards, score

@@ -29,10 +29,10 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from earlyfusion.data.options import Options, verb
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
-from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.rl.study.analysis import analyse, primary_of
 from earlyfusion.rl.study.plan import Stage, StudyConfig, read_study, stages, write_recipes

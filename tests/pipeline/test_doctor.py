@@ -43,7 +43,7 @@ def test_no_word_of_a_table_is_cut(width):
     row = [name, f"kernels.loss.chunked_ce:{name}", "17,512", "[red].7071[/]", "12.5 ± 3.1"]
     table.add_row(*row, "unextracted 0.0125, refused 17,512")
     console = Console(width=width, file=io.StringIO())
-    print_table(console, table)
+    print_table(table, console)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     words = " ".join(lines).split()
