@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
-from tiny_run import finish, free_port, run_here, same, start, two_ranks, weights
+from forked import finish
+from tiny_run import run_here, same, two_ranks, weights
 
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
@@ -32,8 +33,6 @@ NORM_RTOL = 1e-2
 WEIGHT_RTOL = 5e-2
 BIAS_ATOL = 6e-3  # a quantile of a histogram with bins of 2e-3: one token in another bin moves it by a bin
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-
 
 @pytest.fixture(scope="module")
 def recipe(folder, tokenizer) -> Path:
@@ -53,9 +52,9 @@ def alone(folder, recipe) -> Path:
     return folder / "alone"
 
 
-def torchrun(recipe: Path, out: Path, *words: str) -> None:
-    code, errors = finish(start(recipe, out, *words, launcher=(*TORCHRUN, "--master-port", free_port())))
-    assert code == 0, errors[-4000:]
+def in_two(recipe: Path, out: Path, *words: str) -> None:
+    for code, errors in map(finish, two_ranks(recipe, out, *words)):
+        assert code == 0, errors[-4000:]
 
 
 def assert_same_run(left: Path, right: Path) -> None:
@@ -113,7 +112,7 @@ def test_the_compared_run_holds_a_step_with_pictures_on_one_rank_only(recipe):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(recipe, alone, tmp_path):
-    torchrun(recipe, tmp_path, "--steps", str(STEPS))
+    in_two(recipe, tmp_path, "--steps", str(STEPS))
     assert_same_run(tmp_path, alone)
     assert (tmp_path / "report.html").exists()
     assert len(list(latest(tmp_path / "checkpoints").glob("rank-*.json"))) == 2
@@ -143,7 +142,7 @@ def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, 
         patch.setattr(pretrain, "forward_backward", dies)
         run_here(recipe, tmp_path / "two", *words, monkeypatch=monkeypatch)
     assert step_of(latest(tmp_path / "two" / "checkpoints")) == 2
-    torchrun(recipe, tmp_path / "two", *words, "--resume")
+    in_two(recipe, tmp_path / "two", *words, "--resume")
     assert run_here(recipe, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
     assert same(weights(tmp_path / "one"), weights(alone)), "how often is logged changes nothing"
     assert_same_run(tmp_path / "two", tmp_path / "one")

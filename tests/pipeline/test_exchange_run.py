@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import tiny_run
-from tiny_run import assert_same, finish, numbers, same, two_ranks, weights
+from forked import finish
+from tiny_run import assert_same, numbers, same, two_ranks, weights
 
 STEPS = 4
 # Rounding only, as between one process and two (tests/pipeline/test_distributed.py), where it is measured.

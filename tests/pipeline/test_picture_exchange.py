@@ -11,7 +11,8 @@ from pathlib import Path
 import exchange_cases as cases
 import pytest
 import torch
-from tiny_run import environment, forget_processes, free_port
+from forked import free_port
+from tiny_run import environment, forget_processes
 
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import assert_same, finish, losses, numbers, run_here, start
+from forked import finish
+from tiny_run import assert_same, losses, numbers, run_here, start
 
 from earlyfusion.pipeline import build, pretrain, update
 from earlyfusion.pipeline.checkpoint import completed, latest, load_tree, step_of

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
-from tiny_run import ACCELERATE, assert_same, finish, numbers, start, write_recipe
+from forked import finish
+from tiny_run import ACCELERATE, assert_same, numbers, start, write_recipe
 
 from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.sample import Image

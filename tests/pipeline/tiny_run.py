@@ -7,16 +7,15 @@ of different length, mixture and learning rate; loss weights by source and for t
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from forked import Forked, ranks
 from safetensors.torch import load_file
 
 from earlyfusion.data.sources.base import SourceConfig, build_source
@@ -168,42 +167,21 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def start(
-    recipe: Path, out: Path, *words: str, launcher: Sequence[str] = (), module: str = MODULE, **popen: Any
+    recipe: Path, out: Path, *words: str, launcher: Sequence[str] = (), module: str = MODULE, **extra: str
 ):
-    """The run as a user starts it, in a process of its own."""
-    command = [sys.executable, *launcher, "-m", module, str(recipe), "--out", str(out), *split(words)]
-    popen = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
-    return subprocess.Popen(command, **popen)
+    """The run as a user starts it, in a process of its own; extra: of its environment."""
+    given = [str(recipe), "--out", str(out), *split(words)]
+    if not launcher:
+        return Forked([module.rpartition(".")[2], *given], environment(**extra))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", module, *given], env=environment(**extra), **pipes
+    )
 
 
-def free_port() -> str:
-    """A port for the ranks to meet at."""
-    while True:
-        # Below the range from which the kernel serves outgoing connections: between this look and the bind of
-        # rank 0 nobody else is given it, and no rank meets the store of another run.
-        port = SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return str(port)
-
-
-def two_ranks(recipe: Path, out: Path, *words: str) -> list[subprocess.Popen]:
+def two_ranks(recipe: Path, out: Path, *words: str) -> list[Forked]:
     """The two processes that torchrun would start, without torchrun: each has its own exit code."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = free_port()
-    ranks = [environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    return [start(recipe, out, *words, env=env) for env in ranks]
-
-
-def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[int, str]:
-    """Exit code and stderr of a started run."""
-    try:
-        _, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        _, errors = process.communicate()
-        raise AssertionError(f"the run hangs; its last words: {errors[-3000:]}") from None
-    return process.returncode, errors
+    return ranks(["pretrain", str(recipe), "--out", str(out), *split(words)], environment())
 
 
 # What a resume must reproduce: everything a train record holds that is not a measured time, rate or memory.

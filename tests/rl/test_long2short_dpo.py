@@ -4,15 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER
+from forked import finish, ranks
 from long2short_cases import REWARD, TASKS, call, lines, told, words
 from tiny_run import assert_same, numbers, weights
 
@@ -216,13 +214,12 @@ def test_a_recipe_gives_its_tasks_and_tools_are_refused(toy, tmp_path):
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     """The same samples and batches, gradients summed over gloo: equal up to the order of sums."""
-    home, more = Path(__file__).parent, f"{DPO} --set run.steps=3 --set optim.name=adamw"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{home}{os.pathsep}{home.parent / 'model'}"}
+    more = f"{DPO} --set run.steps=3 --set optim.name=adamw"
     assert call("dpo", toy, tmp_path / "1", more) == 0
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m earlyfusion.pipeline.cli"
-    command = [sys.executable, *launch.split(), "long2short", *words("dpo", toy, tmp_path / "2", more)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for code, errors in map(
+        finish, ranks(["long2short", *words("dpo", toy, tmp_path / "2", more)], {**os.environ})
+    ):
+        assert code == 0, errors[-3000:]
     ours, theirs = numbers(tmp_path / "1"), numbers(tmp_path / "2")
     assert len(ours) == len(theirs) == 3
     for mine, other in zip(ours, theirs):

@@ -4,8 +4,6 @@ wherever it stops."""
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import finish, ranks
 from rl_cases import PTX, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
@@ -171,29 +170,11 @@ def share(problem, response):
 """
 
 
-def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess:
+def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> None:
     """A run of the recipe by `world` processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world),
-        "-m",
-        "earlyfusion.rl.train",
-        str(file),
-        "--init-from",
-        str(folder),
-        "--out",
-        str(out),
-        *extra,
-    ]
-    path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    words = ["rl", str(file), "--init-from", str(folder), "--out", str(out), *extra]
+    for code, errors in map(finish, ranks(words, {**os.environ, "PYTHONPATH": str(file.parent)}, world)):
+        assert code == 0, errors[-3000:]
 
 
 LINEAR = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
