@@ -1,4 +1,4 @@
-"""Commands in processes of their own that begin with everything imported: forks of a server that did so once.
+"""Calls in processes of their own that begin with everything imported: forks of a server that did so once.
 
 What a user's command does but for the seconds of its imports. The launchers are tested where they are the
 matter (tests/pipeline/test_launchers.py).
@@ -10,32 +10,34 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from random import SystemRandom
-
-from earlyfusion.pipeline import cli
+from typing import Any
 
 SERVER = get_context("forkserver")
 # Threads of a library would not survive a fork: nothing but imports happens there.
 SERVER.set_forkserver_preload(["earlyfusion.rl.train", "earlyfusion.pipeline.sft"])
 
 
-def _run(words: list[str], environment: dict[str, str], errors: str) -> None:
+def _run(call: Callable[..., Any], given: tuple, environment: dict[str, str], errors: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.dup2(os.open(errors, os.O_WRONLY), sys.stderr.fileno())
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(cli.main(words))
+    # An exit code, of what gives one.
+    code = call(*given)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 class Forked:
-    """`earlyfusion WORDS` under an environment; what a test uses of subprocess.Popen."""
+    """`call(*given)` under an environment; what a test uses of subprocess.Popen."""
 
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, call: Callable[..., Any], given: tuple, environment: dict[str, str]) -> None:
         self.errors = tempfile.NamedTemporaryFile()
-        self.process = SERVER.Process(target=_run, args=(words, environment, self.errors.name))
+        self.process = SERVER.Process(target=_run, args=(call, given, environment, self.errors.name))
         self.process.start()
         # A test that failed waits for nobody.
         atexit.register(self.process.kill)
@@ -66,11 +68,14 @@ def free_port() -> str:
                 return str(port)
 
 
-def ranks(words: list[str], environment: dict[str, str], world: int = 2) -> list[Forked]:
+def ranks(
+    call: Callable[..., Any], given: tuple, environment: dict[str, str], world: int = 2
+) -> list[Forked]:
     """The processes that torchrun would start for a command."""
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     shared |= environment | {"MASTER_PORT": free_port()}
-    return [Forked(words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
+    own = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [Forked(call, given, each) for each in own]
 
 
 def finish(process: Forked | subprocess.Popen, timeout: float = 240) -> tuple[int, str]:

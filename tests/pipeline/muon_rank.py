@@ -1,7 +1,6 @@
-"""One of two gloo processes for test_qk_clip.py: `python muon_rank.py RANK FOLDER`; writes
+"""One of two gloo processes for test_qk_clip.py; writes
 FOLDER/rank{RANK}.pt."""
 
-import sys
 from datetime import timedelta
 
 import torch
@@ -97,7 +96,3 @@ def main(rank: int, folder: str) -> None:
     out = {"clip": weights, "metrics": metrics, "train": train(mesh), "refusal": refusal(mesh)}
     torch.save(out, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

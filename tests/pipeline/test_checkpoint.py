@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+from runpy import run_path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import finish, ranks
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import checkpoint as module
@@ -227,7 +229,7 @@ def test_signals_ask_for_a_stop_and_handlers_are_given_back():
 
 
 TWO_RANKS = textwrap.dedent("""
-    import os, signal, sys
+    import os, signal
     import torch
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
     from earlyfusion.kernels.errors import UserError
@@ -240,7 +242,7 @@ TWO_RANKS = textwrap.dedent("""
     assert Guard(agree=runtime.agree).check(float("nan") if runtime.rank else 1.0, 1.0).action == "skip"
 
     seed_everything(runtime.rank)
-    keeper = Checkpointer(sys.argv[1], runtime, RunFacts({"stages": []}, "abc", 300))
+    keeper = Checkpointer(OUT, runtime, RunFacts({"stages": []}, "abc", 300))
     def save(step, state):
         weights = {"w": torch.ones(2)}
         return keeper.save(step, model=weights, optimizer={}, trainer={}, lanes={runtime.rank: state})
@@ -276,16 +278,6 @@ TWO_RANKS = textwrap.dedent("""
 
 def test_two_gloo_ranks_save_fail_and_stop_together(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text(TWO_RANKS)
-    port = 20000 + os.getpid() % 20000
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(port),
-    ]
-    done = subprocess.run([*command, script, tmp_path / "out"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script.write_text(TWO_RANKS.replace("OUT", repr(str(tmp_path / "out"))))
+    for code, errors in map(finish, ranks(run_path, (str(script),), {**os.environ})):
+        assert code == 0, errors[-3000:]

@@ -1,12 +1,11 @@
 """QK-Clip: logits fall to tau in one step, other heads do not change by a bit, and ranks agree."""
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import muon_rank
 import pytest
 import torch
+from forked import Forked, finish
 from tiny_mla import TinyMLA, TinyModel, fill_gradients
 from tiny_run import tiny_text
 
@@ -141,16 +140,9 @@ def test_the_real_attention_layer_comes_down_to_tau(q_lora_rank):
 def test_two_processes_equal_one(tmp_path):
     """One MAX all-reduce makes both ranks clip by the global maximum; sharded heads and experts train like
     whole ones."""
-    script = Path(__file__).with_name("muon_rank.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    processes = [Forked(muon_rank.main, (rank, str(tmp_path)), {**os.environ}) for rank in range(2)]
+    for code, errors in map(finish, processes):
+        assert code == 0, errors
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     weights, metrics = muon_rank.clipped_alone([0, 1])
     assert metrics["clipped_heads"] > 0

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.pipeline import evaluate, pretrain
+from earlyfusion.pipeline import cli, evaluate, pretrain
 from earlyfusion.pipeline.config.compose import compose, recipe_names, to_toml
 from earlyfusion.pipeline.track import read_metrics
 
@@ -172,7 +172,7 @@ def start(
     """The run as a user starts it, in a process of its own; extra: of its environment."""
     given = [str(recipe), "--out", str(out), *split(words)]
     if not launcher:
-        return Forked([module.rpartition(".")[2], *given], environment(**extra))
+        return Forked(cli.main, ([module.rpartition(".")[2], *given],), environment(**extra))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", module, *given], env=environment(**extra), **pipes
@@ -181,7 +181,7 @@ def start(
 
 def two_ranks(recipe: Path, out: Path, *words: str) -> list[Forked]:
     """The two processes that torchrun would start, without torchrun: each has its own exit code."""
-    return ranks(["pretrain", str(recipe), "--out", str(out), *split(words)], environment())
+    return ranks(cli.main, (["pretrain", str(recipe), "--out", str(out), *split(words)],), environment())
 
 
 # What a resume must reproduce: everything a train record holds that is not a measured time, rate or memory.

@@ -16,6 +16,7 @@ from tiny_run import assert_same, numbers, weights
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.scheduler import token_rules
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.long2short.dpo import DpoOptions, DpoRun
@@ -217,7 +218,7 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     more = f"{DPO} --set run.steps=3 --set optim.name=adamw"
     assert call("dpo", toy, tmp_path / "1", more) == 0
     for code, errors in map(
-        finish, ranks(["long2short", *words("dpo", toy, tmp_path / "2", more)], {**os.environ})
+        finish, ranks(cli.main, (["long2short", *words("dpo", toy, tmp_path / "2", more)],), {**os.environ})
     ):
         assert code == 0, errors[-3000:]
     ours, theirs = numbers(tmp_path / "1"), numbers(tmp_path / "2")

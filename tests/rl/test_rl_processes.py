@@ -19,6 +19,7 @@ from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import ask
 from earlyfusion.eval.measured import load_measured
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.rl.measure import in_order
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
@@ -173,7 +174,8 @@ def share(problem, response):
 def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> None:
     """A run of the recipe by `world` processes."""
     words = ["rl", str(file), "--init-from", str(folder), "--out", str(out), *extra]
-    for code, errors in map(finish, ranks(words, {**os.environ, "PYTHONPATH": str(file.parent)}, world)):
+    environment = {**os.environ, "PYTHONPATH": str(file.parent)}
+    for code, errors in map(finish, ranks(cli.main, (words,), environment, world)):
         assert code == 0, errors[-3000:]
 
 
