@@ -8,7 +8,7 @@ RUN    ?= runs/$(RECIPE)
 TRAIN  := $(BIN)/python -m earlyfusion.pipeline.pretrain
 # A run that was stopped goes on; a finished one is evaluated again.
 resume  = $(if $(wildcard $(1)/checkpoints/step-*),--resume)
-# Options of `bench kernels` in `make gpu`, such as BENCH="--only kda".
+# Options of `bench kernels` in `make gpu`: BENCH="--only kda", or --resume to go on where one was broken off.
 BENCH  ?=
 KIT    ?= runs/gpu-kit
 KIT_PYTHON ?= 3.12
