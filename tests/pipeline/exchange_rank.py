@@ -1,7 +1,4 @@
-"""One of W gloo processes for test_picture_exchange.py: `python exchange_rank.py RANK WORLD PORT FOLDER`."""
-
-import os
-import sys
+"""One of W gloo processes for test_picture_exchange.py; writes FOLDER/rank{RANK}.pt."""
 
 import exchange_cases as cases
 import torch
@@ -58,24 +55,13 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
     return said
 
 
-def main(rank: int, world: int, port: str, folder: str) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def main(folder: str) -> None:
     runtime = Runtime(threads=1)
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), runtime)
     out: dict = {}
-    for name in cases.names(world):
-        out[name] = take(runtime, exchange, cases.step_of(world, name), len(name))
-    if world == 2:
+    for name in cases.names(runtime.world):
+        out[name] = take(runtime, exchange, cases.step_of(runtime.world, name), len(name))
+    if runtime.world == 2:
         out["refusals"] = refusals(runtime, dist.new_group())
-    torch.save(out, f"{folder}/rank{rank}.pt")
+    torch.save(out, f"{folder}/rank{runtime.rank}.pt")
     runtime.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

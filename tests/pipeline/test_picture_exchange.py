@@ -4,14 +4,11 @@ Real gloo processes, DDP, two micro-batches a step under no_sync, the loop's own
 oracle is the plain step of the same processes, and for it one process that takes every micro-batch itself.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import exchange_cases as cases
+import exchange_rank
 import pytest
 import torch
-from forked import free_port
+from forked import finish, ranks
 from tiny_run import environment, forget_processes
 
 from earlyfusion.pipeline.config.schema import ParallelSection
@@ -31,27 +28,11 @@ WAYS = ["planned", "scattered"]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict[int, list[dict]]:
     """world -> what each rank wrote."""
-    script, found = Path(__file__).parent / "exchange_rank.py", {}
+    found = {}
     for world in WORLDS:
-        folder, port = tmp_path_factory.mktemp(f"world{world}"), free_port()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(world), port, str(folder)],
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        for process in ranks:
-            try:
-                _, errors = process.communicate(timeout=240)
-            except subprocess.TimeoutExpired:
-                for other in ranks:
-                    other.kill()
-                raise AssertionError("the ranks hang") from None
-            assert process.returncode == 0, errors[-3000:]
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        for code, errors in map(finish, ranks(exchange_rank.main, (str(folder),), environment(), world)):
+            assert code == 0, errors[-3000:]
         found[world] = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
     return found
 
