@@ -9,20 +9,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def work(task, folder, *how, **environment):
-    """The JSON that worker.py prints for a task."""
+def work(task, folder, *ways, **environment):
+    """What worker.py found on a task, in each of the ways."""
     # A process of its own: the emulated device never goes away again.
-    command = [sys.executable, str(HERE / "worker.py"), task, str(folder / "-".join([task, *how])), *how]
+    command = [sys.executable, str(HERE / "worker.py"), task, str(folder), *ways]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def on_the_cpu(task, folder):
-    """The same on the CPU, also where there is a GPU."""
-    return work(task, folder, CUDA_VISIBLE_DEVICES="", EF_KERNELS="torch", TRITON_INTERPRET="0")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def furthest(these, those):

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -125,6 +124,22 @@ def wait(what):
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
+def each(value, change):
+    """`change` on the items of nested tuples and lists (torch's own walk takes longer than the operations)."""
+    if not isinstance(value, (tuple, list)):
+        return change(value)
+    made = [each(item, change) for item in value]
+    if isinstance(value, list):
+        return made
+    return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+
+
+def tensors_in(*values):
+    found = []
+    each(values, lambda x: found.append(x) if isinstance(x, Tensor) else None)
+    return found
+
+
 def to_device(value):
     return Emulated(value) if isinstance(value, Tensor) and not isinstance(value, Emulated) else value
 
@@ -143,7 +158,7 @@ def on_cuda(device):
 
 def run(func, args, kwargs):
     """One operation of torch, on the device or not."""
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    tensors = tensors_in(args, *kwargs.values())
     emulated = [x for x in tensors if isinstance(x, Emulated)]
     name, target = str(func), kwargs.get("device")
     # Nothing of the device is involved.
@@ -163,7 +178,7 @@ def run(func, args, kwargs):
         return func(emulated[0].inside)
     # A GPU would refuse operands on two devices; so must this.
     _check_devices(func, args, tensors)
-    host_args, host_kwargs = tree_map(to_host, args), tree_map(to_host, kwargs)
+    host_args, host_kwargs = each(args, to_host), {key: each(x, to_host) for key, x in kwargs.items()}
     host_kwargs.pop("pin_memory", None)
     if on_cuda(target):
         host_kwargs["device"] = CPU
@@ -175,7 +190,7 @@ def run(func, args, kwargs):
     _record(func, host_args, host_kwargs, out)
     # In-place operations return the very tensor they were given.
     known = {id(x.inside): x for x in emulated}
-    return tree_map(lambda x: known.get(id(x)) if id(x) in known else to_device(x), out)
+    return each(out, lambda x: known.get(id(x)) if id(x) in known else to_device(x))
 
 
 def _placed(func, args, kwargs):
@@ -190,7 +205,7 @@ def _placed(func, args, kwargs):
             wait("copy to the host")
     elif target is not None or not isinstance(source, Emulated):
         rest["device"] = CPU if lands else target
-    host_args = tree_map(to_host, args)
+    host_args = each(args, to_host)
     out = _compute(func, host_args, rest)
     _record(func, host_args, rest, out)
     return to_device(out) if lands else out
@@ -207,7 +222,7 @@ def _copied(func, args):
         and Device.tape is not None
     ):
         raise RuntimeError("cannot copy from host memory while a graph is captured")
-    host_args = tree_map(to_host, args)
+    host_args = each(args, to_host)
     func(*host_args)
     _record(func, host_args, {}, None)
     return target
@@ -261,14 +276,6 @@ class Mode(TorchDispatchMode):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _each(value, change):
-    """`change` on the items of nested tuples."""
-    if not isinstance(value, tuple):
-        return change(value)
-    made = [_each(item, change) for item in value]
-    return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
-
-
 def _interpret(call, args, kwargs):
     """The interpreter gets 16-bit numbers wrong: whole storages are widened before and rounded after."""
     wide = {}
@@ -284,7 +291,7 @@ def _interpret(call, args, kwargs):
         return wide[storage.data_ptr()][1].as_strided(x.size(), x.stride(), x.storage_offset())
 
     with _disable_current_modes(), torch.no_grad():
-        call(*[_each(x, widened) for x in args], **{key: _each(x, widened) for key, x in kwargs.items()})
+        call(*[each(x, widened) for x in args], **{key: each(x, widened) for key, x in kwargs.items()})
         for flat, values in wide.values():
             flat.copy_(values)
 
@@ -295,9 +302,7 @@ def _patch_triton():
     original = interpreter.GridExecutor.__call__
 
     def launch(self, *args, **kwargs):
-        tensors = []
-        _each((*args, *kwargs.values()), lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
-        if len({isinstance(x, Emulated) for x in tensors}) > 1:
+        if len({isinstance(x, Emulated) for x in tensors_in(args, *kwargs.values())}) > 1:
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         # Noted also when nothing is computed.
         LAUNCHES.append(self.fn.__name__)
@@ -306,7 +311,7 @@ def _patch_triton():
         if not Device.launch_for_real:
             return
         plain = lambda x: to_host(x).detach() if isinstance(x, Tensor) else x
-        args, kwargs = _each(args, plain), {key: _each(x, plain) for key, x in kwargs.items()}
+        args, kwargs = each(args, plain), {key: each(x, plain) for key, x in kwargs.items()}
         replay = lambda *a, **k: _interpret(lambda *b, **c: original(self, *b, **c), a, k)
         replay(*args, **kwargs)
         _record(replay, args, kwargs, None)
@@ -356,8 +361,8 @@ class Graph:
             for func, args, kwargs, out in self.tape:
                 again = _compute(func, args, kwargs)
                 # Later operations of the graph read the old places.
-                for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0]):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                for old, new in zip(tensors_in(out), tensors_in(again)):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 

@@ -1,9 +1,9 @@
 """What the tests of this folder run in a process of its own: `worker.py
-pretrain|engine|layers|ahead|rl|commands FOLDER [emulated [dry]]`.
+pretrain|engine|layers|ahead|rl|commands FOLDER [cpu] [EMULATED ...]`.
 
-Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a
-JSON object. dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes
-minutes).
+Runs on the GPU if torch sees one, else on the CPU; with more words once for each: cpu, then on an emulated
+device with these kernels (torch, auto) or dry: Triton kernels are launched but do nothing (the interpreter
+takes minutes). The last line printed is a JSON list of what each found.
 """
 
 import json
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-EMULATED = "emulated" in sys.argv
+WAYS = sys.argv[3:]
 # Turns Triton's interpreter on.
-if EMULATED:
+if WAYS:
     import emulated_cuda
 
 TESTS = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 def noted():
     """Host syncs and kernel launches of the emulated device since the last call."""
-    if not EMULATED:
+    if not WAYS:
         return {}
     found = {
         "syncs": [[*key, count] for key, count in Counter(emulated_cuda.SYNCS).items()],
@@ -192,7 +192,7 @@ def rl(folder):
         changes = {"optim": {"lr": 1e-5, "weight_decay": 0.0}, "train": {"updates": 2}, **changes}
         # what a limit cuts off earns nothing: enough answers, and room
         # for them to end, so that every update learns
-        changes["rollout"] = {"max_new_tokens": 12, "group_size": 8, **changes.get("rollout", {})}
+        changes["rollout"] = {"max_new_tokens": 12, "group_size": 4, **changes.get("rollout", {})}
         if rl_cases.run(start, folder / name, **changes):
             raise SystemExit(f"the run in {name} failed")
         records = read_metrics(folder / name / "metrics.jsonl")
@@ -210,6 +210,7 @@ def commands(folder):
     from PIL import Image
 
     from earlyfusion.pipeline import cli
+    from earlyfusion.pipeline.bench import cases
 
     Image.new("RGB", (40, 30), (200, 30, 30)).save(folder / "picture.png")
     model = "--model embedded:skills"
@@ -221,15 +222,24 @@ def commands(folder):
         f"bench engine --sides '' --contexts 64,300 --steps 1 --out {folder}/engine.json",
     ]
     codes = {line: cli.main(shlex.split(line)) for line in lines}
+    if WAYS:
+        # The interpreter takes a minute for each regime at the doctor's own shape.
+        cases.CHECK_SHAPES, cases.REGIMES = "T70 H1 D32: 70, 1 x 32", ("R1", "R3")
     os.environ["EF_KERNELS"] = "triton"
     return codes | {"doctor with Triton": cli.main(["doctor"])}
 
 
 if __name__ == "__main__":
-    task, place, *how = sys.argv[1:]
-    if EMULATED:
-        keep = emulated_cuda.install()
-        emulated_cuda.Device.launch_for_real = "dry" not in how
-    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Path(place).mkdir(parents=True, exist_ok=True)
-    print(json.dumps(globals()[task](Path(place))))
+    task, place = sys.argv[1:3]
+    results, keep = [], None
+    for way in WAYS or ["cpu"]:
+        # The emulated device never goes away again: the CPU comes first.
+        if way != "cpu":
+            keep = keep or emulated_cuda.install()
+            emulated_cuda.Device.launch_for_real = way != "dry"
+            os.environ["EF_KERNELS"] = "auto" if way == "dry" else way
+        DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        folder = Path(place) / way
+        folder.mkdir(parents=True, exist_ok=True)
+        results.append(globals()[task](folder))
+    print(json.dumps(results))
