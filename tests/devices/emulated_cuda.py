@@ -125,7 +125,7 @@ def wait(what):
 
 
 def each(value, change):
-    """`change` on the items of nested tuples and lists (torch's own walk takes longer than the operations)."""
+    """`change` on the items of nested tuples and lists (torch's own walk is slower than operations)."""
     if not isinstance(value, (tuple, list)):
         return change(value)
     made = [each(item, change) for item in value]

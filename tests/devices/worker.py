@@ -192,7 +192,7 @@ def rl(folder):
         changes = {"optim": {"lr": 1e-5, "weight_decay": 0.0}, "train": {"updates": 2}, **changes}
         # what a limit cuts off earns nothing: enough answers, and room
         # for them to end, so that every update learns
-        changes["rollout"] = {"max_new_tokens": 12, "group_size": 4, **changes.get("rollout", {})}
+        changes["rollout"] = {"max_new_tokens": 12, "group_size": 8, **changes.get("rollout", {})}
         if rl_cases.run(start, folder / name, **changes):
             raise SystemExit(f"the run in {name} failed")
         records = read_metrics(folder / name / "metrics.jsonl")
