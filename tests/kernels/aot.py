@@ -5,7 +5,7 @@ compiles its kernel for the architecture asked for and runs nothing. So what is 
 launch: their tiles, their constants, and what Triton itself makes of the arguments (pointers and strides that
 are multiples of 16, integers that are 1).
 
-    python tests/kernels/aot.py [OPERATION ...] [--arch 90 80] [--only PART] [--json FILE]
+    python tests/kernels/aot.py [OPERATION ...] [--arch 90 80] [--only PART]
 
 prints a table: registers per thread, spilled bytes, shared memory of a block. It exits with 1 if a kernel
 spills or asks for more shared memory than a block may have. Triton's interpreter (``TRITON_INTERPRET``) must
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from earlyfusion.kernels import launch
 from earlyfusion.kernels.dispatch import ENVIRONMENT, resolve
-from earlyfusion.kernels.files import write_json
 from earlyfusion.kernels.kda.decode import DecodeCache, decode
 from earlyfusion.kernels.segments import Segments
 
@@ -264,7 +263,6 @@ def main() -> int:
     add("operations", nargs="*", help="such as kda (default: all)")
     add("--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)")
     add("--only", default="", help="compile only kernels whose name contains this (default: all)")
-    add("--json", help="also write the rows, without PTX, to this file")
     args = parser.parse_args()
 
     os.environ.pop("TRITON_INTERPRET", None)
@@ -277,8 +275,6 @@ def main() -> int:
     columns = Compiled._fields[:-2]
     for line in (columns, ("---",) * len(columns), *(row[:-2] for row in rows)):
         print(f"| {' | '.join(map(str, line))} |")
-    if args.json is not None:
-        write_json(args.json, [row._replace(ptx="")._asdict() for row in rows])
     return 0 if rows and all(row.fits for row in rows) else 1
 
 
