@@ -223,8 +223,10 @@ def commands(folder):
     ]
     codes = {line: cli.main(shlex.split(line)) for line in lines}
     if WAYS:
-        # The interpreter takes a minute for each regime at the doctor's own shape.
-        cases.CHECK_SHAPES, cases.REGIMES = "T70 H1 D32: 70, 1 x 32", ("R1", "R3")
+        # The interpreter takes minutes at the doctor's own shapes.
+        cases.CHECK_SHAPES = "T70 H1 D32: 70, 1 x 32"
+        cases.CHECK_PATHS = (("6 sub-layers, d 96", 2, 3, 96, 9),)
+        cases.CHECK_ATTENTION = (("MLA", (33, 1), 2, 192, 128, True), ("tower", (17,), 2, 72, 72, False))
     os.environ["EF_KERNELS"] = "triton"
     return codes | {"doctor with Triton": cli.main(["doctor"])}
 
