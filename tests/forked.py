@@ -5,6 +5,7 @@ matter (tests/pipeline/test_launchers.py).
 """
 
 import atexit
+import json
 import os
 import socket
 import subprocess
@@ -87,3 +88,15 @@ def finish(process: Forked | subprocess.Popen, timeout: float = 240) -> tuple[in
         _, errors = process.communicate()
         raise AssertionError(f"the run hangs; its last words: {errors[-3000:]}") from None
     return process.returncode, errors
+
+
+def _tell(call: Callable[..., Any], given: dict, path: str) -> None:
+    Path(path).write_text(json.dumps(call(**given)))
+
+
+def result_of(call: Callable[..., Any], given: dict) -> Any:
+    """What `call(**given)` returns in a process of its own, as JSON holds it."""
+    with tempfile.NamedTemporaryFile() as file:
+        code, errors = finish(Forked(_tell, (call, given, file.name), {**os.environ}))
+        assert code == 0, errors[-3000:]
+        return json.loads(file.read())

@@ -22,7 +22,7 @@ if WAYS:
     import emulated_cuda
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / room) for room in ("pipeline", "model", "rl")]
+sys.path[:0] = [str(TESTS / room) for room in (".", "pipeline", "model", "rl")]
 torch.set_num_threads(1)
 
 

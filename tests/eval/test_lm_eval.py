@@ -17,6 +17,18 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not in
 LOGPROB = 1e-4  # the bar: fp32, sums over options of several tokens
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_index():
+    """The list of all its tasks, which takes seconds to read."""
+    from lm_eval import tasks
+
+    made = tasks.TaskManager
+    index = made()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "TaskManager", lambda **given: made(**given) if given else index)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return hf_folder(tmp_path_factory.mktemp("hf"), "llama", seed=4)

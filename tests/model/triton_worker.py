@@ -32,7 +32,7 @@ BLOCK = dict(num_hidden_layers=2, linear_attn_config=HEADS, attn_res="block", at
 # one KDA layer with a dense feed-forward and one MLA layer with
 # experts: what an interpreted kernel costs counts
 CASES: dict[str, dict[str, Any]] = {
-    "block": dict(text=BLOCK, documents=(11, 1, 6), grids=[(1, 4, 6), (1, 2, 2)]),
+    "block": dict(text=BLOCK, documents=(5, 1, 3), grids=[(1, 2, 4), (1, 2, 2)]),
     "one block, recomputed": dict(
         text={**BLOCK, "attn_res_block_size": 2, "mla_output_gate": True, "q_lora_rank": 10},
         documents=(5, 9),
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         seed=1,
     ),
     "plain stream, no image": dict(text={**BLOCK, "attn_res": "none"}, documents=(3, 8), grids=[], seed=1),
-    "half precision": dict(text=BLOCK, documents=(11, 4), grids=[(1, 4, 6)], autocast=torch.float16),
+    "half precision": dict(text=BLOCK, documents=(5, 4), grids=[(1, 2, 4)], autocast=torch.float16),
 }
 
 

@@ -12,7 +12,9 @@ from earlyfusion.pipeline.bench.frame import run_side
 
 
 @pytest.mark.slow
-def test_bench_data_runs_both_parts_and_saves_them(tmp_path, capsys):
+def test_bench_data_runs_both_parts_and_saves_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_data, "run_side", lambda side, request, **_: side(**request))
+    monkeypatch.setattr(bench_data, "SAMPLES", 100)
     out = tmp_path / "data.json"
     options = "--images 8 --samples 30 --workers 1 --length 1024 --rounds 1 --patch-limit 200"
     assert cli.main(["bench", "data", *options.split(), "--out", str(out)]) == 0

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from forked import result_of
 
 from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.bench import engine
 from earlyfusion.pipeline.bench.engine import GROUP, Batch
 
 
@@ -23,8 +25,9 @@ def test_cases_are_what_they_are_called():
 
 
 @pytest.mark.slow
-def test_engine_and_transformers_give_the_same_tokens(tmp_path):
+def test_engine_and_transformers_give_the_same_tokens(tmp_path, monkeypatch):
     """The whole command, small: equal weights, equal prompts, equal answers."""
+    monkeypatch.setattr(engine, "run_side", lambda side, request: result_of(side, request))
     out = tmp_path / "engine.json"
     options = "--batches 16 --prompts 9 --new 6 --threads 1 --steps 0 --sides generate,generate-tuned"
     assert cli.main(["bench", "engine", *options.split(), "--out", str(out)]) == 0
