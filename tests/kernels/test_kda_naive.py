@@ -1,4 +1,4 @@
-"""The definition of KDA against two independent implementations: fla and transformers."""
+"""The definition of KDA against fla's own (transformers': tests/model/test_hf_parity.py)."""
 
 import warnings
 
@@ -25,18 +25,9 @@ def fla_modules():
     return fla_naive, fla_gate
 
 
-def transformers_kda():
-    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
-    return module.recurrent_kimi_delta_attention.__wrapped__, module.chunk_kimi_delta_attention.__wrapped__
-
-
-def per_document(tensors, segments, lower_bound, op, expand):
+def per_document(tensors, segments, lower_bound, op):
     """Outputs and final states of an oracle that knows one document at a time and takes processed gates."""
     q, k, v, f, b, A_log, dt_bias, state = tensors
-    group = v.shape[1] // q.shape[1]
-    if expand:
-        # transformers has as many query heads as value heads.
-        q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
     g = naive.log_decay(f, A_log, dt_bias, lower_bound)
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
@@ -59,27 +50,9 @@ def test_the_definition_matches_fla(regime, seed):
         return fla_naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=state, output_final_state=True)
 
     o, final = call(naive.kda, tensors, segments, bound)
-    fla_o, fla_final = per_document(tensors, segments, bound, op, expand=False)
+    fla_o, fla_final = per_document(tensors, segments, bound, op)
     torch.testing.assert_close(o, fla_o, rtol=0, atol=FP32_ATOL)
     torch.testing.assert_close(final, fla_final, rtol=0, atol=FP32_ATOL)
-
-
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
-@pytest.mark.parametrize("regime", ["init", "bounded"])
-def test_the_definition_matches_transformers(regime, form):
-    recurrent, chunk = transformers_kda()
-    segments, tensors, bound = inputs(LENGTHS, seed=3, group=2, states=True, regime=regime)
-    tensors = cast(tensors, torch.float32)
-
-    def op(q, k, v, g, beta, state):
-        options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        return (recurrent if form == "recurrent" else chunk)(q, k, v, g=g, beta=beta, **options)
-
-    with torch.no_grad():
-        o, final = call(naive.kda, tensors, segments, bound)
-        hf_o, hf_final = per_document(tensors, segments, bound, op, expand=True)
-    torch.testing.assert_close(o, hf_o, rtol=0, atol=FP32_ATOL)
-    torch.testing.assert_close(final, hf_final, rtol=0, atol=FP32_ATOL)
 
 
 @pytest.mark.parametrize("regime", REGIMES)

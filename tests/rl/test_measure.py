@@ -20,8 +20,7 @@ from earlyfusion.data.tasks.problem import Task
 from earlyfusion.eval import measure as m
 from earlyfusion.eval import measured as numbers
 from earlyfusion.eval.measured import load_measured, paired, write_measured
-from earlyfusion.model.engine.engine import Engine, evaluating, pack_prompts
-from earlyfusion.model.engine.requests import Request, SamplingParams
+from earlyfusion.model.engine.engine import evaluating, pack_prompts
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
 from earlyfusion.rl.recipe import TaskEntry, entry_of
@@ -66,18 +65,12 @@ def test_probabilities_and_entropies_are_those_of_a_naive_forward(seed, temperat
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_answers_and_samples_are_those_of_the_engine(seed):
-    """Same tokens as an engine gives to requests of the same ids, whatever the size of the chunks."""
+def test_answers_and_samples_do_not_depend_on_the_size_of_the_chunks(seed):
     net = model(seed)
     how = {"problems": 4, "seed": seed, "samples": 3, "max_new_tokens": 6, "temperature": 0.9}
     asked, small = (m.ask(net, TOKENIZER, ENTRIES, **how, slots=slots) for slots in (128, 5))
-    engine, done = Engine(net, TOKENIZER, max_slots=8), {}
-    for name, options in (("greedy", {"temperature": 0.0}), ("drawn", {"temperature": 0.9, "n": 3})):
-        requests = [Request(q.id, q.prompt, SamplingParams(q.budget, **options)) for q in asked.questions]
-        done[name] = engine.generate(requests)
-    assert [(a.ids, a.text) for a in asked.greedy] == [(a.ids, a.text) for a in done["greedy"]]
-    drawn = [one.ids for group in asked.samples for one in group]
-    assert drawn == [one.ids for one in done["drawn"]] and len({tuple(ids) for ids in drawn}) > 10
+    drawn = [tuple(one.ids) for group in asked.samples for one in group]
+    assert drawn == [tuple(one.ids) for group in small.samples for one in group] and len(set(drawn)) > 10
     for one, other in zip(asked.measured(), small.measured()):
         assert one.answer == other.answer and one.sampled == other.sampled
         assert one.p_target == pytest.approx(other.p_target, rel=1e-3)

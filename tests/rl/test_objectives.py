@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss, totals
 
@@ -185,26 +184,3 @@ def test_correction_weights_scale_the_policy_term_and_take_no_gradient(name):
     got, by_weight = torch.autograd.grad(weighed, [logp, weight], allow_unused=True)
     torch.testing.assert_close(got, expected * weight.detach(), atol=EXACT, rtol=EXACT)
     assert by_weight is None
-
-
-def of_ours(options, log_ratio_T, advantages_T, logp_T):
-    """The window's equation once more, written by a user."""
-    outside = log_ratio_T.detach().abs() > options.log_high
-    return torch.where(outside, 0.0, -log_ratio_T.clamp(max=options.log_high).exp() * advantages_T), outside
-
-
-def test_a_term_of_one_s_own_is_used_like_a_registered_one():
-    """Same equation, same loss, same gradients; a place that holds nothing is told when the recipe is
-    read."""
-    g, segments = torch.Generator().manual_seed(3), Segments((3, 2))
-    old, A = -torch.rand(5, generator=g).double(), torch.tensor([1.0, -0.5]).double()
-    outs, grads = [], []
-    for loss in (None, f"{__name__}:of_ours"):
-        logp = (old + torch.tensor([0.1, -0.2, 0.9, 0.3, -0.8])).requires_grad_()
-        outs.append(policy_loss(ObjectiveConfig(loss=loss), logp, old, A, segments))
-        outs[-1].loss.backward()
-        grads.append(logp.grad)
-    assert torch.equal(outs[0].loss, outs[1].loss) and torch.equal(grads[0], grads[1]) and grads[0].any()
-    assert int(outs[0].outside) == int(outs[1].outside) == 2
-    with pytest.raises(UserError, match="cannot be imported"):
-        ObjectiveConfig(loss="nowhere:at_all")

@@ -16,17 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from synthetic_run import ENTRIES, group, measure, metrics, rollouts, shown, synthetic_run
 
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
-from earlyfusion.eval.measured import Measured
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.report.page import data_uri
 from earlyfusion.rl.report import (
-    Group,
     changes,
-    flips,
     read_measured,
     redraw,
-    sorts,
     task_options,
     write_rl_report,
 )
@@ -132,31 +128,6 @@ def test_word_problems_are_drawn_with_the_options_of_the_recipe(tmp_path):
     assert again is not None and again.tobytes() == shown(problem, "rendered").tobytes()
     assert redraw(problem.key, "rendered", problem.target, {"text_math": {"path": "no"}}) is None
     assert task_options("not [toml") == {} and task_options('tasks = "odd"\neval = 3') == {}
-
-
-def test_best_worst_and_divided_come_from_the_later_half():
-    def made(update: int, *scores: float) -> Group:
-        keys = ("text", "key", "form", "prompt", "target", "finish", "status")
-        answers = [{**dict.fromkeys(keys, ""), "advantage": 0, "score": x, "reward": x} for x in scores]
-        about = {"update": update, "answers": answers, "mean_score": sum(scores) / len(scores)}
-        return Group.model_validate({**dict.fromkeys(keys, ""), "image": None, **about})
-
-    early, worst, best = made(1, 0, 0), made(3, 0, 0), made(4, 1, 1)
-    divided, tame = made(4, 0, 1), made(3, 0.5, 0.6)
-    groups = [early, worst, best, divided, tame]
-    assert sorts(groups, 1) == {"Best": [best], "Worst": [worst], "Most divided": [divided]}
-    assert sorts([early], 2) == {"Best": [], "Worst": [early], "Most divided": []}
-
-
-def test_changed_problems_are_told_apart_and_the_clearest_come_first():
-    def pair(*scores_and_chance: float) -> tuple[Measured, ...]:
-        *scores, chance = scores_and_chance
-        sides = zip(scores, (0.1, chance))
-        return tuple(Measured(*"tfkcpta", score, score > 0.5, p, 0.0, 0.0) for score, p in sides)
-
-    faint, clear, lost = pair(0, 1, 0.5), pair(0, 1, 0.9), pair(1, 0, 0)
-    still, kept = pair(0, 0, 0), pair(1, 1, 1)
-    assert list(flips([faint, clear, lost, still, kept]).values()) == [[clear, faint], [lost], [still]]
 
 
 def test_pictures_come_from_the_folder_alone_and_a_missing_one_is_drawn_again(tmp_path):
