@@ -29,7 +29,7 @@ from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, read_metrics
 
-ROOMS = [str(Path(__file__).parents[1] / room) for room in ("pipeline", "data", "model")]
+ROOMS = [str(Path(__file__).parents[1] / room) for room in ("pipeline", "data", "model", ".")]
 SILENCE = 30
 """Seconds without a result after which a process is ended: three times what a case may take."""
 STARTS = 120
