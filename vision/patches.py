@@ -228,14 +228,14 @@ def fit(
     return canvas
 
 
-def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) -> tuple[Tensor, Grid]:
+def prepare_image(image: Image.Image, cfg: VisionConfig) -> tuple[Tensor, Grid]:
     """One image -> (uint8 patches [h*w, 3, p, p], (1, h, w))."""
     rgb = to_rgb(image, cfg.alpha_background)
     size = navit_size(*rgb.size, cfg)
-    return patchify(fit(rgb, size, exact=exact), cfg.patch_size), grid_of(size, cfg)
+    return patchify(fit(rgb, size), cfg.patch_size), grid_of(size, cfg)
 
 
-def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[Tensor, Grid]:
+def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool) -> tuple[Tensor, Grid]:
     """One group of frames uint8 [t, H, W, 3] -> (uint8 patches [t*h*w, 3, p, p], (t, h, w))."""
     # Every frame of a clip has the same size, so one rule serves the group.
     size = navit_size(frames.shape[2], frames.shape[1], cfg, patch_limit=cfg.in_patch_limit_each_frame)
@@ -257,6 +257,4 @@ def prepare_frames(
         raise ValueError(f"frames of one video must share a size, got {sorted(sizes)}; resize them first")
     # Whole groups: frames of one item attend to each other and share its tokens.
     groups = [images[start : start + cfg.pos_emb_time] for start in range(0, len(images), cfg.pos_emb_time)]
-    return [
-        prepare_clip(np.stack([np.asarray(image) for image in group]), cfg, exact=exact) for group in groups
-    ]
+    return [prepare_clip(np.array(group), cfg, exact=exact) for group in groups]

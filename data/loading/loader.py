@@ -110,10 +110,20 @@ class Feed:
         self._error: BaseException | None = None
         # A daemon: one that is stuck in a sample must not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._single = threading.Event()
         if depth:
+            threads = torch.get_num_threads()
             self._thread.start()
+            # What the thread sets there holds for MKL in the whole process: take that back.
+            self._single.wait()
+            torch.set_num_threads(threads)
 
     def _run(self) -> None:
+        # OpenMP lets the threads of training sleep between operations once there are more threads than cores:
+        # a third slower on two. Asked for first, since torch sets the number when a thread first needs it.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._single.set()
         try:
             while not self._stopped:
                 self._ready.put(self._make())

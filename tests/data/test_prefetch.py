@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading import loader as loading
@@ -50,7 +51,7 @@ def test_a_worker_killed_while_it_sends_is_told_at_once(loader, mix):
         mix({"easy_vqa": 1.0}, prefetch="process", prefetch_steps=1), tokens=32768, max_patches=65536
     )
     first = one.next_step()[0]
-    assert first.patches.numel() > 2 << 20, "larger than the pipe"
+    assert first.patches.numel() > 2 << 20  # larger than the pipe
     time.sleep(1.0)
     worker = one._feeds[0].process
     os.kill(worker.pid, signal.SIGKILL)
@@ -61,6 +62,15 @@ def test_a_worker_killed_while_it_sends_is_told_at_once(loader, mix):
     assert time.monotonic() - start < PROMPT_S
     with pytest.raises(DataError, match="ended with code -9"):
         one.next_step()
+
+
+def test_the_thread_takes_no_second_one_of_openmp():
+    """More of them than cores would slow training by a third."""
+    torch.set_num_threads(2)
+    feed = loading.Feed("alone", torch.get_num_threads, None, 1)
+    assert (feed._ready.get(), torch.get_num_threads()) == (1, 2)
+    feed.close()
+    torch.set_num_threads(1)
 
 
 SLOW_DISK = """
