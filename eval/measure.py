@@ -9,13 +9,6 @@ and entropies at any temperature without another pass. Problem i of (task, diffi
 in every form, so forms and models pair by `Measured.key`. Where an answer follows a thought, p_target and
 confidence are those of the answer given the model's own greedy thought.
 
-What may be shown in a picture's place, so that a figure of pictures gets its control:
-
-    true      the problem's own picture
-    grey      a grey picture of the same size: as many image tokens, which tell the size alone
-    swapped   the picture of the next problem asked; the last one shows the first's
-    none      no picture at all
-
 Legend: M scored tokens, D hidden size.
 """
 
@@ -46,14 +39,6 @@ from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequ
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.config import VisionConfig
 
-Pictures = Literal["true", "grey", "swapped", "none"]
-PICTURES: tuple[Pictures, ...] = get_args(Pictures)
-GREY = (128, 128, 128)
-
-IN_VAIN = 100
-"""Draws in a row that bring no new problem, after which a task's held-out side counts as used up: fewer
-problems, none twice."""
-SEED_STEP = 1_000_003
 ANSWER_MARK = "answer:"
 """What stands between a thought and its answer (Problem.solution)."""
 LONGER = 4
@@ -75,12 +60,14 @@ class Entry(Protocol):
     @property
     def tools(self) -> bool: ...
     @property
+    def chat(self) -> bool: ...
+    @property
     def options(self) -> Mapping[str, Any]: ...
     @property
     def label(self) -> str: ...
 
 
-EncodePrompt = Callable[[Problem, Any, Tokenizer, VisionConfig, Sequence[Image] | None], Encoded]
+EncodePrompt = Callable[[Problem, Any, Tokenizer, VisionConfig, Shown], Encoded]
 """(problem, entry, tokenizer, vision, what stands in the picture's place) -> the prompt, an open document"""
 
 
@@ -127,7 +114,7 @@ class Question:
             solved=solved(problem.task, scores[0]),
             solved_4x=solved(problem.task, scores[1]),
             sampled=tuple(sampled),
-            picture=problem.picture if form == "picture" else None,
+            picture=problem.image if form == "picture" else None,
             label=self.label,
             **fields,
         )
@@ -138,26 +125,38 @@ def plain_prompt(
     entry: Entry,
     tokenizer: Tokenizer,
     vision: VisionConfig,
-    shown: Sequence[Image] | None = None,
+    shown: Shown = None,
 ) -> Encoded:
-    """The prompt of a problem without tools, exactly as in training data of kind "problems"."""
+    """The prompt of a problem without tools, exactly as in training data of kind "problems", or in the chat
+    form."""
+    if entry.chat:
+        messages = shown_in(problem.chat(entry.form), shown)
+        return encode_chat(messages, tokenizer, vision, thinking=entry.thought, key=problem.key)
     segments = replaced(problem.prompt(entry.form, entry.thought), shown)
     return encode(Sample(segments, entry.name, problem.key), tokenizer, vision, eos=False)
 
 
-def held_out(entry: Entry, problems: int, seed: int) -> tuple[Task, list[Problem]]:
-    """The task and up to `problems` different held-out problems; no two with the same words and question."""
-    # Problems are numbered; those that repeat an earlier one are passed over.
-    task = make_task(entry.name, **entry.options)
-    found: dict[tuple[str, str], Problem] = {}
-    number = vain = 0
-    while len(found) < problems and vain < IN_VAIN:
-        problem = task.sample(seed * SEED_STEP + number, "test", entry.difficulty)
-        known = len(found)
-        found.setdefault((problem.description, problem.question), problem)
-        vain = vain + 1 if len(found) == known else 0
-        number += 1
-    return task, list(found.values())
+def shown_in(messages: Sequence[Message], shown: Shown) -> list[Message]:
+    """Messages with `shown` in the places of their pictures and clips, in order."""
+    given = None if shown is None else list(shown)
+    out = []
+    places = [sum(map(is_media, message.content)) for message in messages]
+    for i, (message, count) in enumerate(zip(messages, places)):
+        # What is left over goes to the last message that shows anything.
+        part = None
+        if given is not None:
+            part, given = (given[:count], given[count:]) if any(places[i + 1 :]) else (given, [])
+        out.append(replace(message, content=tuple(replaced(message.content, part))))
+    return out
+
+
+def answer_text_of(ids: Sequence[int], text: str, entry: Entry, tokenizer: Tokenizer) -> str:
+    """What of an answer is judged: in the chat form the response channel of a message that keeps the form, else
+    the text as it was generated."""
+    if not entry.chat:
+        return text
+    parsed = parse_assistant(ids, tokenizer, thinking=entry.thought)
+    return parsed.message.text if parsed.well_formed else ""
 
 
 def questions_of(
@@ -171,9 +170,14 @@ def questions_of(
     encode_prompt: EncodePrompt = plain_prompt,
 ) -> list[Question]:
     """The questions of one entry, all problems with each of `pictures` in turn."""
-    task, drawn = held_out(entry, problems, seed)
-    targets = [(*tokenizer.encode(problem.solution().text), tokenizer.eos_id) for problem in drawn]
-    lengths = [len(tokenizer.encode(problem.solution(entry.thought).text)) + 1 for problem in drawn]
+    task = make_task(entry.name, **entry.options)
+    drawn = task.test_problems(problems, seed, entry.difficulty)
+    if not drawn:
+        raise DataError(f"{entry.label}: no problem is held out to be measured on")
+    targets = [target_ids(problem, entry, tokenizer) for problem in drawn]
+    lengths = [len(target) for target in targets]
+    if entry.thought and not entry.chat:
+        lengths = [len(tokenizer.encode(problem.solution(True).text)) + 1 for problem in drawn]
     # A thought may be told in more words than the shortest way; and a limit that the right answer does not
     # fit into would measure the limit.
     budget = max(max_new_tokens, math.ceil((1.5 if entry.thought else 1.0) * max(lengths)))
@@ -181,46 +185,22 @@ def questions_of(
     questions = []
     for way in ("true",) if entry.form == "twin" else pictures:  # words alone hold nothing to replace
         suffix = "" if way == "true" else f"/{way}"
-        for problem, target, shown in zip(drawn, targets, pictures_of(entry, drawn, way)):
+        seen = [problem.prompt(entry.form) for problem in drawn]
+        for problem, target, shown in zip(drawn, targets, instead(seen, way)):
             prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
             questions.append(Question(entry, task, problem, prompt, target, budget, suffix))
     return questions
 
 
-def parse_pictures(text: str) -> tuple[Pictures, ...]:
-    """The kinds in "true,grey". Raises DataError for an unknown one."""
-    named = tuple(part.strip() for part in text.split(","))
-    for one in named:
-        if one not in PICTURES:
-            raise DataError(f"pictures {one!r}; {did_you_mean(one, PICTURES)}")
-    return tuple(dict.fromkeys(named))  # type: ignore[arg-type]
-
-
-def pictures_of(
-    entry: Entry, problems: Sequence[Problem], pictures: Pictures
-) -> Sequence[Sequence[Image] | None]:
-    """For every problem what stands in its picture's place: None leaves it as it is."""
-    # Only forms with pictures have something to replace.
-    own = [segment for p in problems for segment in p.prompt(entry.form) if isinstance(segment, Image)]
-    if pictures == "true" or not own:
-        return [None] * len(problems)
-    if pictures == "none":
-        return [()] * len(own)
-    if pictures == "grey":
-        own = [Image(PILImage.new("RGB", image.open().size, GREY)) for image in own]
-    else:  # the picture of the next problem
-        own = own[1:] + own[:1]
-    return [(image,) for image in own]
-
-
-def replaced(segments: Sequence[Segment], shown: Sequence[Image] | None) -> list[Segment]:
-    """The segments with `shown` in the place of every picture."""
-    if shown is None:
-        return list(segments)
-    out: list[Segment] = []
-    for segment in segments:
-        out += shown if isinstance(segment, Image) else [segment]
-    return out
+def target_ids(problem: Problem, entry: Entry, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The target answer behind its prompt (or thought), and the tokens that end it."""
+    if not entry.chat:
+        return (*tokenizer.encode(problem.solution().text), tokenizer.eos_id)
+    ends = ["response", "message"] if entry.thought else ["message"]
+    ids = tokenizer.encode(problem.target)
+    for name in ends:
+        ids = [*ids, tokenizer.close_id, *tokenizer.encode(name), tokenizer.sep_id]
+    return (*ids, tokenizer.end_of_msg_id)
 
 
 # answers
@@ -367,13 +347,23 @@ def _written(
         params = SamplingParams(longer * question.budget, temperature, n=samples)
         # The noise depends on the question, not on what else is asked or shown.
         requests.append(Request(str(number), question.prompt, params, noise=question.id))
-    return [Answer(done.ids, done.text, done.finish_reason == "stop") for done in engine.generate(requests)]
+    answers = []
+    for number, done in enumerate(engine.generate(requests)):
+        entry = questions[number // samples].entry
+        text = answer_text_of(done.ids, done.text, entry, engine.tokenizer)
+        answers.append(Answer(done.ids, text, done.finish_reason == "stop"))
+    return answers
 
 
 def _mark(question: Question, answer: Answer, tokenizer: Tokenizer) -> int | None:
     """See Asked.marks."""
     if not question.entry.thought:
         return 0
+    if question.entry.chat:
+        # The answer begins where the response channel opens.
+        opened = [tokenizer.open_id, *tokenizer.encode("response"), tokenizer.sep_id]
+        ends = range(len(opened), len(answer.ids) + 1)
+        return next((k for k in ends if answer.ids[k - len(opened) : k] == opened), None)
     if ANSWER_MARK not in answer.text:
         return None
     return next(k for k in range(1, len(answer.ids) + 1) if ANSWER_MARK in tokenizer.decode(answer.ids[:k]))

@@ -26,7 +26,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.models.tokens import content_parts
 from earlyfusion.kernels.files import Record
-from earlyfusion.rl.rewards import RewardError
+from earlyfusion.eval.rewards import RewardError
 
 # Nobody controls the server: what it sends is bounded in size and time.
 MAX_BYTES = 2**20

@@ -123,7 +123,7 @@ def measure_tools(
     of the entries. rollout: its limits of turns, tokens and programs hold. The rest as in eval.measure.ask.
     Raises SandboxError where no sandbox can be started, DataError for numbers out of range."""
     limit = rollout.max_new_tokens
-    # The same problems as without tools: `held_out` draws them by the entry alone.
+    # The same problems as without tools: they are drawn by the entry alone.
     every: list[Question] = []
     for entry in entries:
         asks = (entry, tokenizer, model, problems, seed, limit, pictures, encode_prompt)

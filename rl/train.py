@@ -59,7 +59,7 @@ from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig, start_directory, temperature
 from earlyfusion.rl.report import write_rl_report
-from earlyfusion.rl.rewards import STATUSES, Scored, make_reward
+from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
 from earlyfusion.rl.rollouts.experience import (
     Collector,
     Experience,

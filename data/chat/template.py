@@ -30,7 +30,8 @@ tools.
 LLaVA) is read as well. Content is a string, in which <image> and <video> stand for the next of "images" and
 "videos", or a list of parts: {"type": "text", "text"}, {"type": "image" | "video"} (the next one), {"type":
 "image", "image": reference}, {"type": "image_url", "image_url": {"url": reference}}. A reference is a path
-below the folder of the pictures, or a data: URI. An assistant's message may have "reasoning_content",
+below the folder of the pictures, a data: URI, {"bytes": ...} as Arrow stores pictures, or, where Media.fetch
+allows it, a URL. An assistant's message may have "reasoning_content",
 "tool_calls" and "weight" (0: context only); a tool's has "name" and "index". "tools" (declarations in the
 OpenAI form) become a system message before all others.
 
@@ -40,7 +41,7 @@ Every mistake is a BadSample that names the row, what was found and what was exp
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -297,10 +298,13 @@ class Media:
     folder: Path
     max_frames: int | None = None
     fps: float = 2.0
+    fetch: Callable[[str], Path] | None = None
+    """The local copy of a URL that a row names; None: a row must not make this machine ask another."""
 
 
-def messages_of(row: Any, where: str, media: Media) -> list[Message]:
-    """The messages of one row; raises BadSample (bad_json, missing_member, empty_text)."""
+def messages_of(row: Any, where: str, media: Media, learned: bool = True) -> list[Message]:
+    """The messages of one row. learned: some message must have a loss weight. Raises BadSample (bad_json,
+    missing_member, empty_text)."""
     # All turns first: pictures without a place are dealt out over the whole row.
     read = turns_of(row, where)
     _fill_places(read, row, where)
@@ -317,7 +321,7 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
     except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadSample(f"{where}: {error}", "bad_json") from None
     # A row that teaches nothing would only take up room.
-    if not any(message.role == "assistant" and message.weight > 0 for message in messages):
+    if learned and not any(message.role == "assistant" and message.weight > 0 for message in messages):
         raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
     return messages
 
@@ -403,18 +407,27 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
     if kind == "text":
         return Text(value)
     if isinstance(value, Mapping):  # datasets write {"bytes": ..., "path": ...}
-        value = value.get("path") or value.get("url")
-    if not isinstance(value, str) or not value:
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if not isinstance(value, str | bytes) or not value:
         raise BadSample(f"{here}: {kind} {value!r:.60}; expected a path or a data: URI", "missing_member")
     found: bytes | Path
-    if value.startswith("data:"):
+    if isinstance(value, bytes):
+        found = value
+    elif value.startswith("data:"):
         try:
             found = base64.b64decode(value.partition(",")[2], validate=True)
         except ValueError as error:
             raise BadSample(f"{here}: a data: URI that is not base64 ({error})", "bad_json") from None
     elif re.match(r"[a-z][a-z0-9+.-]*://", value):
-        # A row must not make this machine ask another.
-        raise BadSample(f"{here}: {kind} {value[:80]}; fetch it and name the file", "missing_member")
+        if media.fetch is None:
+            raise BadSample(
+                f"{here}: {kind} {value[:80]}; fetch it and name the file (the task \"file\" takes urls = true)",
+                "missing_member",
+            )
+        try:
+            found = media.fetch(value)
+        except DataError as error:
+            raise BadSample(f"{here}: {kind} {error}", "missing_member") from None
     else:
         found = file_below(media.folder, value, f"{here}: {kind}")
     if kind == "image":

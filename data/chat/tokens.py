@@ -27,9 +27,13 @@ from earlyfusion.data.chat.template import Message, Template, ToolCall, chat_sam
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import Encoded, encode
-from earlyfusion.data.sample import Text
-from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.sample import Segment, Special, Text
+from earlyfusion.data.tokenizer import OPEN, SEP, Tokenizer
 from earlyfusion.vision.config import VisionConfig
+
+
+THINK: tuple[Segment, ...] = (Special(OPEN), Text("think", 0.0), Special(SEP))
+"""The opening of the thinking channel."""
 
 
 def encode_chat(
@@ -39,21 +43,24 @@ def encode_chat(
     *,
     template: Template = "chat",
     add_generation_prompt: bool = True,
+    thinking: bool = False,
     key: str = "chat",
     decode: DecodeConfig | None = None,
 ) -> Encoded:
     """Messages -> Encoded (ids int64 [n], uint8 patches [P, 3, p, p]).
 
     With `add_generation_prompt` the document stays open where the assistant is to speak; without it, it is
-    closed with [EOS], for training. Raises DataError without a message, BadSample for media that cannot be
-    read.
+    closed with [EOS], for training. thinking: the assistant's thinking channel is open already, so that it
+    thinks first (`parse_assistant(..., thinking=True)` reads the answer). Raises DataError without a message,
+    BadSample for media that cannot be read.
     """
     # By the same way as training documents, so that a prompt is a document's beginning.
     sample = chat_sample(messages, source="chat", key=key, template=template)
     if not add_generation_prompt:
         return encode(sample, tokenizer, vision, decode=decode)
     if template == "chat":
-        sample = replace(sample, segments=[*sample.segments, *opening(Message("assistant", ()))])
+        start = [*opening(Message("assistant", ())), *(THINK if thinking else ())]
+        sample = replace(sample, segments=[*sample.segments, *start])
     elif messages[-1].role != "user":
         raise DataError(
             f"the last message is of role {messages[-1].role!r}; the model answers a user's message"
@@ -90,10 +97,13 @@ class Parsed:
     well_formed: bool
 
 
-def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer) -> Parsed:
-    """Ids that follow the opening of an assistant's message, with or without its end -> Parsed."""
+def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer, thinking: bool = False) -> Parsed:
+    """Ids that follow the opening of an assistant's message, with or without its end -> Parsed. thinking: the
+    prompt has opened the thinking channel."""
     # What comes after the end of the message was never said.
     body, ended = list(ids), tokenizer.end_of_msg_id in ids
+    if thinking:
+        body = [tokenizer.open_id, *tokenizer.encode("think"), tokenizer.sep_id, *body]
     if ended:
         body = body[: body.index(tokenizer.end_of_msg_id)]
     marks = {tokenizer.open_id: _OPEN, tokenizer.close_id: _CLOSE, tokenizer.sep_id: _SEP}

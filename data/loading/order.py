@@ -9,8 +9,10 @@ picture, whatever the weights are.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.files import Record
@@ -260,3 +262,21 @@ class Blend:
         self.sources.load_state_dict(state["sources"])
         self.kinds.load_state_dict(state["kinds"])
         self.blank = state["blank"]
+
+
+class Numbered:
+    """Samples of many files numbered through, by arithmetic alone: a million are as quick as ten."""
+
+    def __init__(self, counts: Iterable[int]) -> None:
+        # With a zero in front, so that the first file needs no case of its own.
+        self._ends = np.cumsum(np.asarray([0, *counts], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(file, position in it) of a number; raises IndexError."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        file = int(np.searchsorted(self._ends, number, side="right")) - 1
+        return file, number - int(self._ends[file])

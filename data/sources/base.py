@@ -35,7 +35,7 @@ from pydantic import (
 )
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.loading.order import Numbered, digest64
 from earlyfusion.data.sample import Sample, Text
 from earlyfusion.kernels.errors import did_you_mean, one_line
 
@@ -244,24 +244,6 @@ class Listed(Source):
     @abstractmethod
     def read(self, item: Any) -> Sample:
         """The sample of one item of a list."""
-
-
-class Numbered:
-    """Samples of many files numbered through, by arithmetic alone: a million are as quick as ten."""
-
-    def __init__(self, counts: Iterable[int]) -> None:
-        # With a zero in front, so that the first file needs no case of its own.
-        self._ends = np.cumsum(np.asarray([0, *counts], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """(file, position in it) of a number; raises IndexError."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        file = int(np.searchsorted(self._ends, number, side="right")) - 1
-        return file, number - int(self._ends[file])
 
 
 class Split:

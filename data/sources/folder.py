@@ -35,7 +35,7 @@ from earlyfusion.data.sample import (
 )
 from earlyfusion.data.shards.fetch import LOG
 from earlyfusion.data.sources.base import Listed, Options, source
-from earlyfusion.data.sources.text_files import lines_of
+from earlyfusion.data.text_table import lines_of
 
 # What Pillow opens and people have.
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}

@@ -31,7 +31,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from PIL import Image as PILImage
 
+from earlyfusion.data.chat.template import Message, chat_sample
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
 from earlyfusion.data.synth.graph import Graph, Question, on_side
 from earlyfusion.data.synth.panels import render_text
@@ -47,6 +49,10 @@ Judged = tuple[Any, float, dict[str, float]]
 """What was read out of an answer (or None), its score, and further metrics."""
 # A combination of the test side comes about once in eight draws; this is far beyond bad luck.
 TRIES = 5000
+SEED_STEP = 1_000_003
+IN_VAIN = 100
+"""Draws in a row that bring no new problem, after which a task's held-out side counts as used up: fewer
+problems, none twice."""
 # A word of their own for thoughts: the model must know from the prompt which of the two is wanted.
 ANSWER_CUE, THOUGHT_CUE = "\nA:", "\nlook:"
 """End of a prompt that asks for the answer, and of one that asks to tell what there is first."""
@@ -82,12 +88,21 @@ class Problem:
     meta: Knobs = field(default_factory=dict)
     task: str = ""
     key: str = ""
+    messages: tuple[Message, ...] = ()
+    """The question as a conversation that ends with the user, where it comes from a file; empty for a drawn
+    one."""
+    max_new_tokens: int | None = None
+    """Most tokens of an answer to this problem; None: the run's limit."""
 
     def prompt(self, form: Form = "picture", thought: bool = False) -> tuple[Segment, ...]:
         """The prompt in one form, as in pretraining; with `thought` it asks to tell what there is before
         answering. Raises TaskError for an unknown form."""
         if form not in FORMS:
             raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
+        if self.messages:
+            if form != "picture":
+                raise TaskError(f"{self.task}: questions of a file have no {form} form; use form = 'picture'")
+            return tuple(chat_sample(self.messages, source=self.task, key=self.key, template="qa").segments)
         question = question_text(self.question)
         if thought:
             question = question.removesuffix(ANSWER_CUE) + THOUGHT_CUE
@@ -97,6 +112,24 @@ class Problem:
         if form == "twin" or self.picture is None:
             return (Text(self.description + question, 0.0),)
         return self.media(), Text(question, 0.0)
+
+    def chat(self, form: Form = "picture") -> list[Message]:
+        """The same prompt as messages, for the chat form."""
+        if self.messages:
+            return list(self.messages)
+        # The question alone: its marks belong to the form of pretraining.
+        shown = [part for part in self.prompt(form) if not isinstance(part, Text)]
+        told = f"{self.description}\n" if not shown and self.description else ""
+        return [Message("user", (*shown, Text(told + self.question, 0.0)))]
+
+    @property
+    def image(self) -> PILImage.Image | None:
+        """What a person is shown of it: the picture, or the first one of its messages; None for words."""
+        for message in self.messages:
+            for part in message.content:
+                if isinstance(part, Image):
+                    return part.open()
+        return self.picture
 
     def media(self) -> Image | Video:
         """The picture, or the clip with its times, as a segment."""
@@ -179,7 +212,7 @@ class Task:
     tokens of an answer there. scorer: (answer, gold, question) -> reward.
     """
 
-    name: ClassVar[str]
+    name: str
     levels: ClassVar[tuple[Knobs, ...]] = ()
     scorer: ClassVar[Callable[..., float]] = staticmethod(scoring.words)
     kinds: ClassVar[Mapping[str, Kind]] = {}
@@ -187,6 +220,10 @@ class Task:
     listed: ClassVar[int] = 99
     answer_tokens: ClassVar[int] = 24
     video: ClassVar[bool] = False
+    quick: bool = True
+    """Whether its rewards are sure to return soon; others run in processes with a deadline."""
+    identity: str = ""
+    """What changes when its problems do, for tasks that read a file."""
 
     def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
         """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or
@@ -206,6 +243,24 @@ class Task:
             if drawn is not None and self.heldout(drawn.combination) == (split == "test"):
                 return replace(drawn, task=self.name, key=key)
         raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
+
+    def numbered(self, number: int, seed: int, difficulty: int = 0) -> Problem:
+        """Training problem of a number; equal numbers of two forms of one task are one problem."""
+        # By the task and not by the entry, so that its forms can be compared problem by problem.
+        return self.sample(digest64("rl", seed, self.name, number) >> 16, "train", difficulty)
+
+    def test_problems(self, count: int, seed: int, difficulty: int = 0) -> list[Problem]:
+        """Up to `count` held-out problems, no two with the same words and question."""
+        # Problems are numbered; those that repeat an earlier one are passed over.
+        found: dict[tuple[str, str], Problem] = {}
+        number = vain = 0
+        while len(found) < count and vain < IN_VAIN:
+            problem = self.sample(seed * SEED_STEP + number, "test", difficulty)
+            known = len(found)
+            found.setdefault((problem.description, problem.question), problem)
+            vain = vain + 1 if len(found) == known else 0
+            number += 1
+        return list(found.values())
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""

@@ -9,9 +9,10 @@ Options are keywords; an unknown name is told with the nearest.
 from typing import Any
 
 # Imported for what they register.
-from earlyfusion.data.tasks import pictures, puzzles  # noqa: F401
+from earlyfusion.data.tasks import file, pictures, puzzles  # noqa: F401
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import function_at
 
 PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name != "text_math")
 """Tasks with problems that need no data."""
@@ -19,11 +20,21 @@ EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
 """Tasks that `earlyfusion eval` asks."""
 
 
+def known(name: str) -> str:
+    """The name of a task. Raises TaskError for one that is neither registered nor a place."""
+    if name not in TASKS and ":" not in name:
+        raise TaskError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}, or package.module:Class")
+    return name
+
+
 def make_task(name: str, **options: Any) -> Task:
-    """A task by name. Raises TaskError for an unknown one and for options it does not take."""
-    if name not in TASKS:
-        raise TaskError(f"task {name!r}; {did_you_mean(name, TASKS)}")
+    """A task by name, or of your own by its place, "package.module:Class". Raises TaskError for an unknown one
+    and for options it does not take."""
+    known(name)
     try:
-        return TASKS[name](**options)
+        made = function_at(name, "task") if ":" in name else TASKS[name]
+        task: Task = made(**options)
+        task.name = name
+        return task
     except TypeError as error:
         raise TaskError(f"task {name!r} with options {sorted(options)}: {error}") from None

@@ -226,6 +226,28 @@ def best_choice(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
+def parse_choice(text: str, options: Sequence[str]) -> str | None:
+    """The letter an answer means: "(B)", then " B ", then "B.", then the text of an option; of several the
+    last said.
+
+    None when there is none of these. Option texts count only in answers of more than five words, as
+    published.
+    """
+    # Blanks around the answer let " B " match a letter that stands alone.
+    answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
+    ways = [(form, [*LETTERS[: len(options)]], answer) for form in ("({})", " {} ", "{}.")]
+    if len(answer.split()) > 5:
+        ways.append(("{}", [option.lower() for option in options], answer.lower()))
+    for form, words, said in ways:
+        # Reversed: of two options that end at one place the first one stays.
+        places = {
+            said.rfind(form.format(words[i])): i for i in reversed(range(len(words))) if words[i].strip()
+        }
+        if max(places, default=-1) >= 0:
+            return LETTERS[places[max(places)]]
+    return None
+
+
 def open_match(response: str, golds: Sequence[str]) -> bool:
     """Whether one of the accepted answers is said, as MMMU's published evaluation reads it.
 

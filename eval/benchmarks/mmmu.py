@@ -23,7 +23,7 @@ from typing import Any
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
-from earlyfusion.data.tasks.scoring import LETTERS, open_match
+from earlyfusion.data.tasks.scoring import LETTERS, open_match, parse_choice
 from earlyfusion.eval.benchmarks.base import benchmark, data_files, evenly
 from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
 from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question
@@ -33,28 +33,6 @@ _PICTURE_FIELDS = "image images img picture photo image_path video videos".split
 _PLACEHOLDER = re.compile(r"<image (\d)>")
 CHOICE_REQUEST = "\n\nAnswer with the option's letter from the given choices directly."
 OPEN_REQUEST = "\n\nAnswer the question using a single word or phrase."
-
-
-def parse_choice(text: str, options: Sequence[str]) -> str | None:
-    """The letter an answer means: "(B)", then " B ", then "B.", then the text of an option; of several the
-    last said.
-
-    None when there is none of these. Option texts count only in answers of more than five words, as
-    published.
-    """
-    # Blanks around the answer let " B " match a letter that stands alone.
-    answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
-    ways = [(form, [*LETTERS[: len(options)]], answer) for form in ("({})", " {} ", "{}.")]
-    if len(answer.split()) > 5:
-        ways.append(("{}", [option.lower() for option in options], answer.lower()))
-    for form, words, said in ways:
-        # Reversed: of two options that end at one place the first one stays.
-        places = {
-            said.rfind(form.format(words[i])): i for i in reversed(range(len(words))) if words[i].strip()
-        }
-        if max(places, default=-1) >= 0:
-            return LETTERS[places[max(places)]]
-    return None
 
 
 @benchmark("mmmu", "exam questions with pictures, MMMU format, own file")

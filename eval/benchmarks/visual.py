@@ -29,18 +29,15 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from PIL import Image as PILImage
-
-from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
+from earlyfusion.data.sample import Segment, Text, question_text
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.benchmarks.base import BaseTask, benchmark, summarize
+from earlyfusion.eval.blind import GREY, grey
 from earlyfusion.eval.protocol import Generation, Prompt, Question, Request, TaskOptions
 from earlyfusion.kernels.files import Record
 
 DEFAULT_QUESTIONS = 600
-GREY = 128
-
 
 class PictureTask(BaseTask):
     """Questions about pictures, each asked with its picture and again in other views.
@@ -110,16 +107,6 @@ def media_of(prompt: Prompt) -> Sequence[Segment]:
 def in_words(problem: Problem) -> str:
     """The twin in the picture's place, then the question as in training."""
     return problem.description + question_text(problem.question)
-
-
-def grey(segment: Segment, level: int = GREY) -> Segment:
-    """A picture or video of the same sizes and times, all pixels grey (0 to 255); anything else as it is."""
-    if isinstance(segment, Image):
-        return Image(PILImage.new("RGB", segment.open().size, (level, level, level)))
-    if isinstance(segment, Video):
-        frames = [grey(Image(frame), level).image for frame in segment.frames]  # type: ignore[union-attr]
-        return Video(frames, segment.timestamps)
-    return segment
 
 
 def whole(output: Generation) -> str:

@@ -63,7 +63,7 @@ from earlyfusion.rl.long2short.samples import (
 from earlyfusion.rl.measure import show_differences
 from earlyfusion.rl.objectives.losses import sequence_sums, wide
 from earlyfusion.rl.recipe import start_directory
-from earlyfusion.rl.rewards import Rewards
+from earlyfusion.eval.rewards import Rewards
 
 
 class DpoOptions(SampleOptions):

@@ -36,7 +36,7 @@ from earlyfusion.rl.objectives.length import (
 )
 from earlyfusion.rl.objectives.losses import advantages, informative
 from earlyfusion.rl.recipe import RewardSection, RLConfig
-from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
+from earlyfusion.eval.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.rl.rollouts.packing import Trajectory
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool, tool_files
 from earlyfusion.rl.rollouts.tools import COUNTED, ToolRollouts, ToolRunner, Turn

@@ -37,7 +37,9 @@ from torch import Tensor
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.measure import SEED_STEP, Asked, ask, held_out, match_entropy
+from earlyfusion.data.tasks.problem import SEED_STEP
+from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.eval.measure import Asked, ask, match_entropy
 from earlyfusion.eval.measured import by_problem, load_measured, write_measured
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import evaluating, pack_prompts
@@ -142,7 +144,8 @@ def probe(
         raise DataError(f"a probe of {fit} problems read off {test}: give at least 2 of each")
     entry = entry_of(label)
     # Fitted on the training split: held-out problems share no combination with it.
-    task, asked = held_out(entry, test, seed)
+    task = make_task(entry.name, **entry.options)
+    asked = task.test_problems(test, seed, entry.difficulty)
     known = [task.sample(seed * SEED_STEP + number, "train", entry.difficulty) for number in range(fit)]
     answers = sorted({problem.target for problem in known})
     if len(answers) < 2:

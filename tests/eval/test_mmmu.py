@@ -10,7 +10,7 @@ from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.benchmarks.base import build_task
-from earlyfusion.eval.benchmarks.mmmu import parse_choice
+from earlyfusion.data.tasks.scoring import parse_choice
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.rl.judge import CORRECT, HONEST, Judge, JudgeError, read_score
-from earlyfusion.rl.rewards import RewardError, Rewards
+from earlyfusion.eval.rewards import RewardError, Rewards
 
 
 class Handler(BaseHTTPRequestHandler):

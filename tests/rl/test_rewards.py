@@ -12,7 +12,7 @@ from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import Answer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.dpo import judged
-from earlyfusion.rl.rewards import OnTop, RandomReward, Range, Rewards, make_reward
+from earlyfusion.eval.rewards import OnTop, RandomReward, Range, Rewards, make_reward
 
 TIMEOUT_S = 0.5
 

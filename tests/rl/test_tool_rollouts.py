@@ -30,7 +30,7 @@ from earlyfusion.model.engine.engine import Row
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.learn import Sums
 from earlyfusion.rl.objectives.losses import policy_loss
-from earlyfusion.rl.rewards import Scored
+from earlyfusion.eval.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
 from earlyfusion.rl.rollouts.packing import Inserted, pack, used_experts
 from earlyfusion.rl.rollouts.prompts import tool_messages
