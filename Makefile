@@ -60,7 +60,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.sh
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh dev,video,shards,eval
+	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh dev,video,shards,eval,rewards
 	@touch $@
 
 clean:

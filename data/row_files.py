@@ -1,5 +1,5 @@
-"""Rows of files of every usual form, as plain dicts: all at once (`read_rows`, for a benchmark), or one by its
-number (`row_files`, for data of any size)."""
+"""Rows of files of every usual form, as plain dicts: all at once (`read_rows`, for a benchmark), or one by
+its number (`row_files`, for data of any size)."""
 
 import csv
 import gzip
@@ -33,7 +33,7 @@ def read_rows(path: Path) -> list[Record]:
     """
     name = path.name.lower()
     if name.endswith(".parquet"):
-        return list(_parquet(path))
+        return list(_parquet_rows(path))
     try:
         # None stands for a plain file below.
         opened = gzip.open(path, "rt", encoding="utf-8", newline="") if name.endswith(".gz") else None
@@ -63,7 +63,7 @@ def _line(path: Path, number: int, line: str) -> Any:
         raise DataError(f"{path}:{number}: not valid JSON; expected one object a line") from None
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet_rows(path: Path) -> Iterator[Record]:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:
@@ -247,8 +247,8 @@ READERS: dict[str, Callable[[Path], RowFile]] = {
 
 
 def row_files(path: str | Path, split: str | None = None) -> list[RowFile]:
-    """The files of rows that `path` is: a file, a pattern, a folder of them, or a Hugging Face dataset on disk
-    (split: which of its). Raises DataError for anything else."""
+    """The files of rows that `path` is: a file, a pattern, a folder of them, or a Hugging Face dataset on
+    disk (split: which of its). Raises DataError for anything else."""
     local = Path(path).expanduser()
     if is_dataset(local):
         return [arrow_dataset(local, split)]

@@ -1,8 +1,8 @@
 """Files of text by the numbers of their documents: where every line of .jsonl, every text of a parquet column
 and every piece of a plain text begins.
 
-Compressed files and parquet are unpacked once into the cache ($EF_CACHE/text), parquet one row group at a time, its
-text column only; offsets are kept there too.
+Compressed files and parquet are unpacked once into the cache ($EF_CACHE/text), parquet one row group at a
+time, its text column only; offsets are kept there too.
 """
 
 import glob

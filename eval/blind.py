@@ -1,9 +1,9 @@
 """What may be shown in a picture's place, so that a figure of pictures gets its control:
 
-    true      the problem's own pictures and clips
-    grey      grey ones of the same sizes and times: as many image tokens, which tell the size alone
-    swapped   those of the next problem asked; the last one shows the first's
-    none      none at all
+true      the problem's own pictures and clips
+grey      grey ones of the same sizes and times: as many image tokens, which tell the size alone
+swapped   those of the next problem asked; the last one shows the first's
+none      none at all
 """
 
 from collections.abc import Sequence

@@ -16,24 +16,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
-from PIL import Image as PILImage
 from torch import Tensor
 
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import Encoded, encode
-from earlyfusion.data.sample import Image, Sample, Segment
+from earlyfusion.data.sample import Sample
 from earlyfusion.data.tasks.problem import Form, Problem, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.blind import Pictures, Shown, instead, is_media, replaced
 from earlyfusion.eval.measured import Measured, solved
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.model.engine.engine import Engine, engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest
 from earlyfusion.model.fusion import NativeFusion
@@ -151,8 +152,8 @@ def shown_in(messages: Sequence[Message], shown: Shown) -> list[Message]:
 
 
 def answer_text_of(ids: Sequence[int], text: str, entry: Entry, tokenizer: Tokenizer) -> str:
-    """What of an answer is judged: in the chat form the response channel of a message that keeps the form, else
-    the text as it was generated."""
+    """What of an answer is judged: in the chat form the response channel of a message that keeps the form,
+    else the text as it was generated."""
     if not entry.chat:
         return text
     parsed = parse_assistant(ids, tokenizer, thinking=entry.thought)
@@ -197,9 +198,9 @@ def target_ids(problem: Problem, entry: Entry, tokenizer: Tokenizer) -> tuple[in
     if not entry.chat:
         return (*tokenizer.encode(problem.solution().text), tokenizer.eos_id)
     ends = ["response", "message"] if entry.thought else ["message"]
-    ids = tokenizer.encode(problem.target)
+    ids: list[int] = [*tokenizer.encode(problem.target)]
     for name in ends:
-        ids = [*ids, tokenizer.close_id, *tokenizer.encode(name), tokenizer.sep_id]
+        ids += [tokenizer.close_id, *tokenizer.encode(name), tokenizer.sep_id]
     return (*ids, tokenizer.end_of_msg_id)
 
 

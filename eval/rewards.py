@@ -94,7 +94,7 @@ def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[Reward
     """(function, how to run it) of "task", "random" or "package.module:function". Raises RewardError for
     others."""
     if name == "task":
-        return TaskReward(tasks), "inline"
+        return TaskReward(tasks), "inline" if all(task.quick for task in tasks) else "process"
     if name == "random":
         return RandomReward(seed), "inline"
     if ":" not in name:

@@ -35,13 +35,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.blind import Pictures, parse_pictures
 from earlyfusion.eval.measure import (
     LONGER,
-    Pictures,
     Question,
     ask,
     match_entropy,
-    parse_pictures,
     questions_of,
     token_log_probs,
 )

@@ -33,8 +33,8 @@ from pydantic import (
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.problem import FORMS
-from earlyfusion.data.tasks.registry import TASKS
-from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.data.tasks.registry import known
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import SHIPPED
 from earlyfusion.pipeline.config.schema import (
@@ -112,15 +112,18 @@ class TaskEntry(Section):
 
     name: str
     """Task of data/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
-    jigsaw, maze, odd_one_out, geometry, arithmetic or text_math."""
+    jigsaw, maze, odd_one_out, geometry, arithmetic, text_math, or "file": your own questions
+    (data/tasks/file.py); or "package.module:Class" of your own."""
     difficulty: NonNegativeInt = 0
     """Level of the task."""
     weight: NonNegativeFloat = 1.0
     """Share of the prompts, relative to the other entries."""
     form: Literal["picture", "twin", "rendered"] = "picture"
     """picture: what is seen; twin: told in words; rendered: those words drawn as a picture."""
+    chat: bool = False
+    """Ask in the chat form, in place of "Q: ... A:"; the reward sees the response alone."""
     thought: bool = False
-    """Ask to tell what there is before answering."""
+    """Ask to tell what there is before answering; in the chat form, open the thinking channel."""
     tools: bool = False
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture
     as a file."""
@@ -134,15 +137,17 @@ class TaskEntry(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in TASKS:
-            raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
-        return name
+        return known(name)
 
     @property
     def label(self) -> str:
-        """ "counting/1/picture", with "/thought" where one is asked for and "/tools" where there are any."""
-        extra = ("/thought" if self.thought else "") + ("/tools" if self.tools else "")
-        return f"{self.name}/{self.difficulty}/{self.form}{extra}"
+        """ "counting/1/picture", with "/chat", "/thought" and "/tools" where they are asked for; of a file
+        with its name: "file:mine/0/picture"."""
+        name = self.name
+        if name == "file":
+            name = f"file:{Path(str(self.options.get('path', ''))).name.split('.')[0]}"
+        extra = [f"/{way}" for way in ("chat", "thought", "tools") if getattr(self, way)]
+        return f"{name}/{self.difficulty}/{self.form}{''.join(extra)}"
 
     @model_validator(mode="after")
     def _one_way_to_think(self) -> TaskEntry:
@@ -150,6 +155,8 @@ class TaskEntry(Section):
             raise ValueError(
                 "thought and tools together: in the chat form a model thinks in a channel; drop thought"
             )
+        if self.tools and self.chat:
+            raise ValueError("chat and tools together: tools are always asked in the chat form; drop chat")
         return self
 
 
@@ -175,6 +182,8 @@ class RolloutSection(Section):
     token_cap: PositiveInt | None = None
     """Partial rollout (k1.5): a prompt whose unfinished answers have each written this many tokens in this
     iteration is paused and goes on in the next; "null": off."""
+    prompt_cache_mb: PositiveInt = 1024
+    """Pictures of prompts held by one process, in MiB; beyond it they are read again when they are needed."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit.
     """
@@ -457,7 +466,7 @@ class RLConfig(Section):
 
 
 # Task, level, form and how it is answered; all but the task may be left out.
-_LABEL = re.compile(rf"([^/]+)(?:/(\d+)(?:/({'|'.join(FORMS)}))?)?(?:/(thought|tools))?")
+_LABEL = re.compile(rf"([^/]+)(?:/(\d+)(?:/({'|'.join(FORMS)}))?)?(/chat)?(?:/(thought|tools))?")
 
 
 def entry_of(label: str) -> TaskEntry:
@@ -468,11 +477,14 @@ def entry_of(label: str) -> TaskEntry:
     if match is None:
         raise DataError(
             f"{label!r}: expected task, task/difficulty or task/difficulty/form, form one of"
-            f' {", ".join(FORMS)}, with "/thought" for answers after a thought, "/tools" for answers with'
-            " Python"
+            f' {", ".join(FORMS)}, with "/chat" for the chat form, "/thought" for answers after a thought,'
+            ' "/tools" for answers with Python'
         )
-    name, level, form, how = match.groups()
-    if name not in TASKS:
-        raise DataError(f"{label!r}: unknown task {name!r}; {did_you_mean(name, TASKS)}")
+    name, level, form, chat, how = match.groups()
+    if name.startswith("file"):
+        raise DataError(
+            f"{label!r}: a file's questions need its options; name a recipe with --recipe, or take"
+            " `earlyfusion eval --tasks file --data PATH`"
+        )
     about = {"difficulty": level or 0, "form": form or "picture", how or "tools": how is not None}
-    return TaskEntry.model_validate({"name": name, **about})
+    return TaskEntry.model_validate({"name": known(name), "chat": chat is not None, **about})

@@ -288,4 +288,4 @@ def redraw(key: str, form: str, target: str, options: Record) -> PILImage.Image 
         return None
     if form == "rendered":
         return render_text(problem.description)
-    return problem.picture if form == "picture" else None
+    return problem.image if form == "picture" else None

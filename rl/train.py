@@ -39,6 +39,7 @@ from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
+from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
@@ -59,7 +60,6 @@ from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig, start_directory, temperature
 from earlyfusion.rl.report import write_rl_report
-from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
 from earlyfusion.rl.rollouts.experience import (
     Collector,
     Experience,

@@ -421,7 +421,7 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
     elif re.match(r"[a-z][a-z0-9+.-]*://", value):
         if media.fetch is None:
             raise BadSample(
-                f"{here}: {kind} {value[:80]}; fetch it and name the file (the task \"file\" takes urls = true)",
+                f'{here}: {kind} {value[:80]}; fetch it and name the file (the task "file": urls = true)',
                 "missing_member",
             )
         try:

@@ -31,7 +31,6 @@ from earlyfusion.data.sample import Segment, Special, Text
 from earlyfusion.data.tokenizer import OPEN, SEP, Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
-
 THINK: tuple[Segment, ...] = (Special(OPEN), Text("think", 0.0), Special(SEP))
 """The opening of the thinking channel."""
 

@@ -23,6 +23,7 @@ from earlyfusion.data.shards.fetch import TAR_ENDS, as_local, short_names
 from earlyfusion.data.sources.base import InFiles, Options, Split, source
 from earlyfusion.data.text_table import LINES, TABLES, TextTable, find_files, text_cache
 
+
 class TextFilesOptions(Options):
     text_field: str = "text"
     """Field of a JSON line or column of a parquet file that holds the text."""

@@ -1,18 +1,18 @@
-"""Questions of your own, from a file: one row a question, with pictures and clips, its answer and how answers are
-checked.
+"""Questions of your own, from a file: one row a question, with pictures and clips, its answer and how answers
+are checked.
 
     [[tasks]]
     name = "file"
     chat = true                     # the chat form; thought = true opens the thinking channel
     options = { path = "questions.jsonl", check = "number", heldout = 0.1 }
 
-    {"messages": [{"role": "user", "content": "<image>how many cups?"}], "images": ["kitchen.jpg"], "answer": 3}
-    {"question": "which is red?", "image": "a.png", "choices": ["cup", "bowl"], "answer": "B", "check": "choice"}
+    {"messages": [{"role": "user", "content": "<image>how many?"}], "images": ["cups.jpg"], "answer": 3}
+    {"question": "which?", "image": "a.png", "choices": ["cup", "pan"], "answer": "B", "check": "choice"}
 
-A row has `messages` (data/chat/template.py: pictures and clips by path below the file's folder, as a data: URI, as
-{"bytes": ...} and, with urls = true, by URL) or a `question` with `image` or `images`; and an `answer`. Where the
-last message is the assistant's, its text is the answer. The names of TRL (prompt, solution) and verl (prompt,
-reward_model.ground_truth) are read too. A row may say more:
+A row has `messages` (data/chat/template.py: pictures and clips by path below the file's folder, as a data:
+URI, as {"bytes": ...} and, with urls = true, by URL) or a `question` with `image` or `images`; and an
+`answer`. Where the last message is the assistant's, its text is the answer. The names of TRL (prompt,
+solution) and verl (prompt, reward_model.ground_truth) are read too. A row may say more:
 
     check             how its answers are checked, if not as the option `check` says
     choices           options, which are listed behind the question as (A), (B), ...
@@ -31,9 +31,9 @@ reward_model.ground_truth) are read too. A row may say more:
     json_schema   a schema                   JSON that keeps it, by jsonschema (the same extra)
     package.module:function                  what the function of (problem, response) returns
 
-The file is .jsonl, .parquet, .json, .csv or .tsv, a folder or pattern of them, or a Hugging Face dataset on disk. All
-rows are read once, to be checked; then one at a time, when it is asked. A hash of the content decides what is held
-out, so every row of a file that grows stays on its side.
+The file is .jsonl, .parquet, .json, .csv or .tsv, a folder or pattern of them, or a Hugging Face dataset on
+disk. All rows are read once, to be checked; then one at a time, when it is asked. A hash of the content
+decides what is held out, so every row of a file that grows stays on its side.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ PACKAGES = {"math": "math_verify", "json_schema": "jsonschema"}
 CHECKS = (*QUICK, *PACKAGES)
 _QUESTION = ("question", "prompt", "problem")
 _ANSWER = ("answer", "solution", "ground_truth")
+GOLDEN = 0.6180339887498949
+"""Multiples of it, modulo 1, fill the interval most evenly."""
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
@@ -74,8 +76,8 @@ _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 def known_check(name: str) -> str:
-    """The name of a check that can be run here. Raises TaskError for an unknown one and for one whose package is
-    missing, UserError for a function that cannot be imported."""
+    """The name of a check that can be run here. Raises TaskError for an unknown one and for one whose package
+    is missing, UserError for a function that cannot be imported."""
     if ":" in name:
         function_at(name, "check")
     elif name not in CHECKS:
@@ -108,7 +110,9 @@ def gold_of(check: str, answer: Any, choices: Sequence[str]) -> Any:
             return str(answer).strip("() .")
         raise ValueError(f"expected a letter of {letters[:1]} to {letters[-1:]}, or one of the choices")
     if check == "boxes":
-        boxes = answer if isinstance(answer, list) and all(isinstance(box, list) for box in answer) else [answer]
+        boxes = (
+            answer if isinstance(answer, list) and all(isinstance(box, list) for box in answer) else [answer]
+        )
         if not all(len(box) == 4 and max(map(abs, map(float, box))) < float("inf") for box in boxes):
             raise ValueError("expected [x0, y0, x1, y1], four numbers, or a list of such boxes")
         return [tuple(map(float, box)) for box in boxes]
@@ -269,10 +273,10 @@ def _asked(row: Row, where: str, media: Media) -> tuple[list[Message], Any]:
 class FileTask(Task):
     """See the module.
 
-    path: the file. split: of a dataset with several. heldout: the share of rows that is never trained on; or the
-    path of a file that holds such rows, or "split:NAME". check: of rows that name none. urls: rows may name URLs.
-    skip_bad_rows: a row that cannot be used is left out and told, where the first one else ends the run. Raises
-    TaskError where nothing is left, DataError for rows and checks that cannot be used.
+    path: the file. split: of a dataset with several. heldout: the share of rows that is never trained on; or
+    the path of a file that holds such rows, or "split:NAME". check: of rows that name none. urls: rows may
+    name URLs. skip_bad_rows: a row that cannot be used is left out and told, where the first one else ends
+    the run. Raises TaskError where nothing is left, DataError for rows and checks that cannot be used.
     """
 
     levels = ({},)
@@ -327,7 +331,9 @@ class FileTask(Task):
             except BadSample as error:
                 told = str(error) if where in str(error) else f"{where}: {error}"
                 if not self.skip_bad_rows:
-                    raise DataError(f"{told}; mend the row, or leave such rows out with skip_bad_rows = true") from None
+                    raise DataError(
+                        f"{told}; mend the row, or leave such rows out with skip_bad_rows = true"
+                    ) from None
                 self.skipped.append(told)
                 continue
             content = digest_of(row)
@@ -337,7 +343,9 @@ class FileTask(Task):
             if weight:
                 numbers[held].append(number)
                 weights[held].append(weight)
-        train, test = (Side(rows, np.asarray(n, dtype=np.int64), np.cumsum(w)) for n, w in zip(numbers, weights))
+        train, test = (
+            Side(rows, np.asarray(n, dtype=np.int64), np.cumsum(w)) for n, w in zip(numbers, weights)
+        )
         return train, test
 
     def __getstate__(self) -> dict[str, Any]:
@@ -354,7 +362,9 @@ class FileTask(Task):
     def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
         """The row of a place on its side (`seed` modulo their number), as the key of its problem names it."""
         if split not in self.sides or difficulty:
-            raise TaskError(f"file: split {split!r}, difficulty {difficulty}; a file has train and test, and level 0")
+            raise TaskError(
+                f"file: split {split!r}, difficulty {difficulty}; a file has train and test, and level 0"
+            )
         side = self.sides[split]
         if not len(side.numbers):
             raise TaskError(f"file: {self.path}: no row is held out; raise heldout, or name a file")
@@ -364,13 +374,16 @@ class FileTask(Task):
         return self._problem(side.rows.read(number), where, side.rows.media(number), split, place)
 
     def numbered(self, number: int, seed: int, difficulty: int = 0) -> Problem:
-        """Every row once in a mixed order before any comes again; one of weight 2 twice as often as one of 1."""
+        """Every row once in a mixed order before any comes again; one of weight 2 twice as often as one of
+        1."""
         side = self.sides["train"]
         size = len(side.numbers)
         epoch, step = divmod(number, size)
-        # Even steps through the sum of all weights: chance decides on the order, not on how often.
-        step = Permutation(size, seed, "file", self.path, epoch)[step]
-        return self.sample(side.at((step + 0.5) / size), "train", difficulty)
+        # Even steps through the sum of all weights: chance decides on the order, not on how often. Where they
+        # begin moves from pass to pass, so that rows of small weight have their turn too.
+        step = Permutation(size, seed, "file", epoch)[step]
+        begin = (0.5 + epoch * GOLDEN) % 1.0
+        return self.sample(side.at((step + begin) / size), "train", difficulty)
 
     def test_problems(self, count: int, seed: int, difficulty: int = 0) -> list[Problem]:
         """Up to `count` of the rows that are held out, mixed by the seed."""
@@ -393,7 +406,9 @@ class FileTask(Task):
             gold = gold_of(check, answer, choices)
             limit = row.get("max_new_tokens")
             if limit is not None and (not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"{answer!r:.40} with max_new_tokens {limit!r}; expected a whole number from 1")
+                raise ValueError(
+                    f"{answer!r:.40} with max_new_tokens {limit!r}; expected a whole number from 1"
+                )
         except (ValueError, TypeError) as error:
             raise BadSample(f"{where}: answer {answer!r:.60}: {error}", "bad_json") from None
         return Problem(

@@ -14,7 +14,7 @@ from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
 
-PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name != "text_math")
+PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name not in ("text_math", "file"))
 """Tasks with problems that need no data."""
 EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
 """Tasks that `earlyfusion eval` asks."""
@@ -28,8 +28,8 @@ def known(name: str) -> str:
 
 
 def make_task(name: str, **options: Any) -> Task:
-    """A task by name, or of your own by its place, "package.module:Class". Raises TaskError for an unknown one
-    and for options it does not take."""
+    """A task by name, or of your own by its place, "package.module:Class". Raises TaskError for an unknown
+    one and for options it does not take."""
     known(name)
     try:
         made = function_at(name, "task") if ":" in name else TASKS[name]

@@ -39,6 +39,7 @@ from earlyfusion.kernels.files import Record
 
 DEFAULT_QUESTIONS = 600
 
+
 class PictureTask(BaseTask):
     """Questions about pictures, each asked with its picture and again in other views.
 

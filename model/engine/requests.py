@@ -66,9 +66,12 @@ class Prompt(Protocol):
     order)."""
 
     ids: Tensor
-    patches: Tensor | None
     grids: Any
     media_positions: Any
+
+    # Read-only, for prompts that decode their pictures when they are asked for them.
+    @property
+    def patches(self) -> Tensor | None: ...
 
 
 @dataclass

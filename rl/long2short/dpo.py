@@ -35,6 +35,7 @@ from earlyfusion.data.options import verb
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import Answer, ask
 from earlyfusion.eval.measured import solved
+from earlyfusion.eval.rewards import Rewards
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, read_jsonl, write_atomic, write_json, write_jsonl
@@ -63,7 +64,6 @@ from earlyfusion.rl.long2short.samples import (
 from earlyfusion.rl.measure import show_differences
 from earlyfusion.rl.objectives.losses import sequence_sums, wide
 from earlyfusion.rl.recipe import start_directory
-from earlyfusion.eval.rewards import Rewards
 
 
 class DpoOptions(SampleOptions):

@@ -131,15 +131,17 @@ def toggle_rewards(
     return rewards_N.masked_fill(solved_N & (lengths_N > limit_N), low)
 
 
-def overlong_penalty(config: OverlongConfig, lengths_N: Tensor, cut_N: Tensor, limit: int) -> Tensor:
-    """What answers lose by their length, [N]. cut_N: bool, the answer was ended by the token limit.
+def overlong_penalty(config: OverlongConfig, lengths_N: Tensor, cut_N: Tensor, limits_N: Tensor) -> Tensor:
+    """What answers lose by their length, [N]. cut_N: bool, the answer was ended by the token limit. limits_N:
+    most tokens of each.
 
-    soft (DAPO): 0 up to buffer_tokens before max_tokens (`limit` where none is given), then evenly up to
-    `penalty` at max_tokens and beyond. hard (K2): `penalty` for every cut answer. none, filter: 0.
+    soft (DAPO): 0 up to buffer_tokens before max_tokens (or the answer's own limit, where that is less), then
+    evenly up to `penalty` there and beyond. hard (K2): `penalty` for every cut answer. none, filter: 0.
     """
     if config.mode == "soft":
         # DAPO: a slope in place of a cliff, so that an answer learns that it grows too long.
-        over_N = lengths_N - ((config.max_tokens or limit) - config.buffer_tokens)
+        most_N = limits_N if config.max_tokens is None else limits_N.clamp(max=float(config.max_tokens))
+        over_N = lengths_N - (most_N - config.buffer_tokens)
         return config.penalty * (over_N / config.buffer_tokens).clamp(0, 1)
     if config.mode == "hard":
         return config.penalty * cut_N.float()

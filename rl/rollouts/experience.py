@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.eval.measure import answer_text_of
+from earlyfusion.eval.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
@@ -36,7 +38,6 @@ from earlyfusion.rl.objectives.length import (
 )
 from earlyfusion.rl.objectives.losses import advantages, informative
 from earlyfusion.rl.recipe import RewardSection, RLConfig
-from earlyfusion.eval.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.rl.rollouts.packing import Trajectory
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool, tool_files
 from earlyfusion.rl.rollouts.tools import COUNTED, ToolRollouts, ToolRunner, Turn
@@ -152,6 +153,11 @@ class Collector:
             self.carried.append((self.pool.prompt(*ids), paused))
 
 
+def answer_limit(config: RLConfig, problem: Problem) -> int:
+    """Most tokens of an answer to a problem: its own limit, at most the run's."""
+    return min(config.rollout.max_new_tokens, problem.max_new_tokens or config.rollout.max_new_tokens)
+
+
 class _Batch:
     """The requests of one call of `Collector.collect`, by name."""
 
@@ -220,8 +226,14 @@ class _Batch:
         """The finished answers of a request."""
         answers = self.tools.answers(name) if self.tools is not None else None
         if answers is None:
-            document = self.prompts[name].encoded
-            answers = [Trajectory(document, completion) for completion in self.handles[name].completions]
+            prompt = self.prompts[name]
+            entry, tokenizer = self.config.tasks[prompt.entry], self.engine.tokenizer
+            answers = []
+            for done in self.handles[name].completions:
+                # In the chat form the reward sees the response; people see the thoughts as well.
+                shown = done.text if entry.chat else ""
+                done = replace(done, text=answer_text_of(done.ids, done.text, entry, tokenizer))
+                answers.append(Trajectory(prompt.encoded, done, shown=shown))
         return answers
 
     def _submit(self) -> None:
@@ -242,7 +254,7 @@ class _Batch:
             request = Request(
                 name,
                 prompt.encoded,
-                self.params,
+                replace(self.params, max_new_tokens=answer_limit(self.config, prompt.problem)),
                 self.replay,
                 pieces=self.watched,
                 keep_state=entry.tools,
@@ -382,8 +394,8 @@ def experience(
         config.toggle, rewards_N, lengths_N, bins_N, groups_N, budgets, update, (low, high)
     )
     rewards_N = rewards_N + length_rewards(config.length, lengths_N, right_N, groups_N, update)
-    limit = config.rollout.max_new_tokens
-    rewards_N = rewards_N - overlong_penalty(config.overlong, lengths_N, cut_N, limit)
+    limits = [float(answer_limit(config, groups[number].problem)) for number, *_ in numbers]
+    rewards_N = rewards_N - overlong_penalty(config.overlong, lengths_N, cut_N, torch.tensor(limits))
     if config.repeat is not None:
         repeats = [repeat_period(config.repeat, answer.ids) is not None for answer in answers]
         rewards_N = rewards_N - config.repeat.penalty * torch.tensor(repeats).float()

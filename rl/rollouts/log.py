@@ -86,7 +86,7 @@ def _record(config: RLConfig, experience: Experience, update: int, g: int) -> Re
     words = [segment.text for segment in prompt_segments(problem, entry) if isinstance(segment, Text)]
     picture = None
     if entry.form == "picture":
-        picture = problem.picture
+        picture = problem.image
     elif entry.form == "rendered":
         picture = render_text(problem.description)
     return {

@@ -19,9 +19,9 @@ Legend: P prompts.
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -32,7 +32,6 @@ from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.zero_vision import SYSTEM
 from earlyfusion.data.synth.panels import render_text
@@ -40,7 +39,8 @@ from earlyfusion.data.tasks.problem import Form, Problem, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.tool_tasks import FILE
-from earlyfusion.eval.measure import plain_prompt, replaced
+from earlyfusion.eval.blind import Shown
+from earlyfusion.eval.measure import plain_prompt, shown_in
 from earlyfusion.kernels.files import Record
 from earlyfusion.rl.recipe import CurriculumConfig, RLConfig, TaskEntry
 from earlyfusion.vision.config import VisionConfig
@@ -137,16 +137,13 @@ class Prompt:
     @cached_property
     def problem(self) -> Problem:
         """Equal numbers of two entries of one task are one problem in two forms, so that forms compare."""
-        entry = self.pool.entries[self.entry]
-        # By the task and not by the entry, so that its forms can be compared problem by problem.
-        seed = digest64("rl", self.pool.config.run.seed, entry.name, self.number) >> 16
-        return self.pool.tasks[self.entry].sample(seed, "train", entry.difficulty)
+        task, difficulty = self.pool.tasks[self.entry], self.pool.entries[self.entry].difficulty
+        return task.numbered(self.number, self.pool.config.run.seed, difficulty)
 
     @cached_property
-    def encoded(self) -> Encoded:
+    def encoded(self) -> Document:
         """The open document that the engine reads. Raises BadSample for one that cannot be read."""
-        pool = self.pool
-        return encode_prompt(self.problem, pool.entries[self.entry], pool.tokenizer, pool.vision)
+        return Document(self)
 
     @property
     def ids(self) -> list[int]:
@@ -154,33 +151,54 @@ class Prompt:
         return [self.bin, self.entry, self.number]
 
 
+class Document:
+    """A prompt as the engine and the trainer read it: ids [n] and places stay, patches are decoded again when
+    the pool has let them go (rollout.prompt_cache_mb)."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        whole = prompt.pool.read(prompt)
+        self.ids, self.grids = whole.ids, tuple(whole.grids)
+        self.media_positions = whole.media_positions
+        self._prompt = prompt if whole.patches is not None else None
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def patches(self) -> Tensor | None:
+        """uint8 [P, 3, p, p] of all pictures, or None."""
+        return None if self._prompt is None else self._prompt.pool.read(self._prompt).patches
+
+
 def encode_prompt(
     problem: Problem,
     entry: TaskEntry,
     tokenizer: Tokenizer,
     vision: VisionConfig,
-    shown: Sequence[Image] | None = None,
+    shown: Shown = None,
 ) -> Encoded:
     """The prompt of a problem as an open document, exactly as in training data of kind "problems"; with tools
     as in that of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to
     speak.
 
-    shown: what stands in the picture's place, if not the picture (eval/measure.py)."""
+    shown: what stands in the picture's place, if not the picture (eval/blind.py)."""
     # Exactly the training form: another blank would be another question to a small model.
     if not entry.tools:
         return plain_prompt(problem, entry, tokenizer, vision, shown)
-    messages = []
-    for message in tool_messages(problem, entry.form):
-        messages.append(replace(message, content=tuple(replaced(message.content, shown))))
-    return encode_chat(messages, tokenizer, vision, key=problem.key)
+    return encode_chat(
+        shown_in(tool_messages(problem, entry.form), shown), tokenizer, vision, key=problem.key
+    )
 
 
 def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
     """Text and pictures of a prompt; of the chat form, its messages with an empty line between them."""
-    if entry.tools:
-        system, question = tool_messages(problem, entry.form)
-        return [*system.content, Text("\n\n", 0.0), *question.content]
-    return list(problem.prompt(entry.form, entry.thought))
+    if not (entry.tools or entry.chat):
+        return list(problem.prompt(entry.form, entry.thought))
+    messages = tool_messages(problem, entry.form) if entry.tools else problem.chat(entry.form)
+    segments: list[Segment] = []
+    for message in messages:
+        segments += [Text("\n\n", 0.0), *message.content] if segments else message.content
+    return segments
 
 
 def tool_messages(problem: Problem, form: Form) -> list[Message]:
@@ -189,6 +207,8 @@ def tool_messages(problem: Problem, form: Form) -> list[Message]:
     The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
     """
     # A scene told in words still has a picture for the program, which may not look at it alone.
+    if problem.messages:
+        return [Message("system", (Text(SYSTEM if problem.image else PLAIN_SYSTEM, 0.0),)), *problem.messages]
     picture = tool_picture(problem, form)
     shown: list[Segment] = []
     if picture is not None and form != "twin":
@@ -202,7 +222,7 @@ def tool_messages(problem: Problem, form: Form) -> list[Message]:
 
 def tool_picture(problem: Problem, form: Form) -> PILImage.Image | None:
     """What programs find under the name FILE: the picture as it is shown, or the scene described in words."""
-    return render_text(problem.description) if form == "rendered" else problem.picture
+    return render_text(problem.description) if form == "rendered" else problem.image
 
 
 def tool_files(problem: Problem, form: Form) -> dict[str, bytes]:
@@ -213,6 +233,11 @@ def tool_files(problem: Problem, form: Form) -> dict[str, bytes]:
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     return {FILE: buffer.getvalue()}
+
+
+def size_of(document: Encoded) -> int:
+    """Bytes of its patches."""
+    return 0 if document.patches is None else document.patches.nbytes
 
 
 class PromptPool:
@@ -238,6 +263,9 @@ class PromptPool:
         self.levels_P, self.shares_P = torch.tensor([levels, shares], dtype=torch.float64)
         self.solved_P, self.tried_P = torch.zeros(2, len(levels), dtype=torch.float64)
 
+        # Documents that were read last, and the bytes of their patches.
+        self.held: OrderedDict[tuple[int, int], Encoded] = OrderedDict()
+        self.held_bytes = 0
         self.drawn_E = [0] * len(self.entries)
         self.generator = torch.Generator().manual_seed(config.run.seed)
         self.left_out: Counter[str] = Counter()
@@ -245,6 +273,21 @@ class PromptPool:
     def prompt(self, bin: int, entry: int, number: int) -> Prompt:
         """A prompt by what names it."""
         return Prompt(bin, entry, number, self)
+
+    def read(self, prompt: Prompt) -> Encoded:
+        """The whole document of a prompt. Raises BadSample."""
+        # Two entries of one task differ in form, so the entry and not the task is the name.
+        name = prompt.entry, prompt.number
+        if name in self.held:
+            self.held.move_to_end(name)
+            return self.held[name]
+        read = encode_prompt(prompt.problem, self.entries[prompt.entry], self.tokenizer, self.vision)
+        self.held[name] = read
+        self.held_bytes += size_of(read)
+        # The newest stays, however large it is.
+        while self.held_bytes > self.config.rollout.prompt_cache_mb << 20 and len(self.held) > 1:
+            self.held_bytes -= size_of(self.held.popitem(last=False)[1])
+        return read
 
     def weights(self, update: int) -> Tensor:
         """Probability of every bin at this update, float64 [P]."""
@@ -335,10 +378,18 @@ class PromptPool:
             "made": list(self.drawn_E),
             "generator": self.generator.get_state(),
             "left_out": dict(self.left_out),
+            "tasks": [task.identity for task in self.tasks],
         }
 
     def load_state_dict(self, state: Record) -> None:
-        """What `state_dict` gave, of the same recipe."""
+        """What `state_dict` gave, of the same recipe. Raises DataError where a file of questions has
+        changed."""
+        for task, entry, known in zip(self.tasks, self.entries, state.get("tasks", [])):
+            if task.identity != known:
+                raise DataError(
+                    f"{entry.label}: the file has changed since the run began, and so would the order; put"
+                    " the old one back, or start a new run from this one's model"
+                )
         self.solved_P, self.tried_P = state["solved"], state["tried"]
         self.drawn_E, self.left_out = list(state["made"]), Counter(state["left_out"])
         self.generator.set_state(state["generator"])

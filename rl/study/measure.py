@@ -35,10 +35,9 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.tasks.problem import Problem
-from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.tasks.problem import SEED_STEP
+from earlyfusion.data.tasks.problem import SEED_STEP, Problem
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import Asked, ask, match_entropy
 from earlyfusion.eval.measured import by_problem, load_measured, write_measured
 from earlyfusion.kernels.files import Record, write_json

@@ -68,7 +68,7 @@ def test_a_problem_depends_on_its_arguments_alone(name):
     assert kinds == [[Image, Text], [Text], [Image, Text]]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", sorted(set(TASKS) - {"file"}))
 def test_the_answer_that_is_trained_earns_the_full_reward(name, tmp_path):
     """Every task, level, split, form of the prompt, with a thought before it or not; and every exam."""
     options = {}

@@ -9,8 +9,8 @@ from eval_cases import ask_all, own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.data.tasks.scoring import parse_choice
+from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
 

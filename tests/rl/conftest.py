@@ -11,7 +11,7 @@ import pytest
 import rl_cases
 from long2short_cases import here, toy  # noqa: F401
 
-from earlyfusion.rl import rewards
+from earlyfusion.eval import rewards
 
 
 @pytest.fixture(autouse=True)

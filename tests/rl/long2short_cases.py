@@ -11,10 +11,10 @@ from engine_cases import TOKENIZER, model
 from rl_cases import trained_logprobs
 
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.eval import rewards
 from earlyfusion.model.engine.requests import Completion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
-from earlyfusion.rl import rewards
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
 from earlyfusion.rl.rollouts.prompts import encode_prompt

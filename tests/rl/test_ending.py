@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.model.engine.requests import Completion, TokenPrompt
 from earlyfusion.eval.rewards import RandomReward, Rewards, TaskReward
+from earlyfusion.model.engine.requests import Completion, TokenPrompt
 from earlyfusion.rl.rollouts.experience import Group, score
 from earlyfusion.rl.rollouts.packing import Trajectory
 

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.rl.judge import CORRECT, HONEST, Judge, JudgeError, read_score
 from earlyfusion.eval.rewards import RewardError, Rewards
+from earlyfusion.rl.judge import CORRECT, HONEST, Judge, JudgeError, read_score
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from rl_cases import PTX, flat, model_directory, training
 
+from earlyfusion.eval.rewards import Scored
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.learn import Sums, distinct
 from earlyfusion.rl.objectives.losses import policy_loss
-from earlyfusion.eval.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
 from earlyfusion.rl.rollouts.packing import pack, used_experts
 

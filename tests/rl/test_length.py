@@ -63,7 +63,11 @@ def test_overlong_modes():
         ("filter", None, [0] * 5),
     ):
         config = OverlongConfig(mode=mode, max_tokens=max_tokens, buffer_tokens=20)
-        assert overlong_penalty(config, lengths, cut, limit=120).tolist() == pytest.approx(lost)
+        assert overlong_penalty(config, lengths, cut, torch.full((5,), 120.0)).tolist() == pytest.approx(lost)
+    # An answer whose problem allows fewer tokens is overlong sooner.
+    config = OverlongConfig(mode="soft", buffer_tokens=20)
+    found = overlong_penalty(config, lengths, cut, torch.tensor([60.0, 80, 120, 120, 120]))
+    assert found.tolist() == pytest.approx([0.5, 1, 0, 0, 1])
 
 
 def naive_period(cfg, ids):

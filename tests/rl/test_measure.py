@@ -17,13 +17,14 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.tasks.problem import Task
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval import measure as m
 from earlyfusion.eval import measured as numbers
 from earlyfusion.eval.measured import load_measured, paired, write_measured
 from earlyfusion.model.engine.engine import evaluating, pack_prompts
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
-from earlyfusion.rl.recipe import TaskEntry, entry_of
+from earlyfusion.rl.recipe import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 TOKENIZER = tiny_tokenizer()

@@ -10,9 +10,9 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import Answer
+from earlyfusion.eval.rewards import OnTop, RandomReward, Range, Rewards, make_reward
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.dpo import judged
-from earlyfusion.eval.rewards import OnTop, RandomReward, Range, Rewards, make_reward
 
 TIMEOUT_S = 0.5
 

@@ -10,8 +10,8 @@ from rl_cases import PTX, model_directory, run, spaces, training
 from safetensors.torch import load_file
 from tiny_run import assert_same, numbers, weights
 
-from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.eval.rewards import Scored
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.rl.rollouts.experience import CHECK_EVERY, experience
 from earlyfusion.rl.rollouts.prompts import success_rates
 
