@@ -209,26 +209,31 @@ class RolloutSection(Section):
 
 
 class JudgeSection(Section):
-    base_url: str
-    """OpenAI-compatible endpoint, such as http://localhost:8000/v1."""
-    model: str | None = None
-    """Model name; "null" takes the first that the endpoint lists."""
+    model: str
+    """An OpenAI-compatible endpoint (http://localhost:8000/v1), a model directory, or hf:PATH."""
+    name: str | None = None
+    """Model name at the endpoint; "null" takes the first that it lists."""
+    kind: Literal["rubrics", "score"] = "rubrics"
+    """rubrics: a generative judge is asked; score: hf:PATH is a reward model whose one output is the
+    reward."""
     weight: float = Field(1.0, gt=0, le=1)
     """1: the judge alone decides. Below 1: its share of the reward of answers that earn something without it.
     """
 
 
 class RewardSection(Section):
-    name: str = "task"
-    """task (each task's own), random (control arm), or package.module:function of (problem, response), which
-    may return any finite number."""
+    name: str | list[str] = "task"
+    """task (each task's own), random (control arm), or package.module:function (eval/rewards.py), which may
+    return any finite number; or a list of these."""
+    weights: list[FiniteFloat] = []
+    """Weight of each in the sum; 1 if not given."""
     low: FiniteFloat = 0.0
     """Lowest of your rewards: what an answer earns that could not be scored, or that exceeds Toggle's budget.
     """
     high: FiniteFloat = 1.0
     """Highest of your rewards: what a right answer earns. Rewards outside are not cut, but counted."""
     judge: JudgeSection | None = None
-    """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
+    """A judge or a reward model, alone or on top (rl/judge.py). Not given: none."""
     # Bounds of what a run did not write itself; the tasks of the project run without them.
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of a reward function of yours."""
@@ -241,8 +246,16 @@ class RewardSection(Section):
     def _check(self) -> RewardSection:
         if not self.low < self.high:
             raise ValueError(f"reward.low={self.low:g}, reward.high={self.high:g}: expected low below high")
-        if self.name in ("task", "random") and (self.low, self.high) != (0.0, 1.0):
+        names = [self.name] if isinstance(self.name, str) else self.name
+        if not names or (self.weights and len(self.weights) != len(names)):
+            raise ValueError(
+                f"reward.weights: {len(self.weights)} for {len(names)} functions; give one for each"
+            )
+        plain = not self.weights and len(names) == 1 and self.judge is None
+        if plain and names[0] in ("task", "random") and (self.low, self.high) != (0.0, 1.0):
             raise ValueError(f"reward.name={self.name!r} pays 0 to 1; leave out low and high")
+        if self.judge is not None and self.judge.kind == "score" and not self.judge.model.startswith("hf:"):
+            raise ValueError(f"reward.judge.model={self.judge.model!r}: kind 'score' takes hf:PATH")
         return self
 
 

@@ -37,6 +37,8 @@ import torch
 
 from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
+from earlyfusion.data.tasks.file import FileTask
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
 from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
@@ -262,7 +264,8 @@ class Reinforcement:
         if not config.ptx.only:
             found, score_s = self.collect_and_score()
             counts = {f"rewards/{status}": self.rewards.counts[status] for status in STATUSES[1:]}
-            record |= rollout_metrics(config, self.runtime, self.update, self.collector, found, counts)
+            names = [one.name for one in self.rewards.functions]
+            record |= rollout_metrics(config, self.runtime, self.update, self.collector, found, counts, names)
             record |= {f"prompts/{reason}": float(n) for reason, n in self.prompts.left_out.items()}
             record |= self.collector.tool_metrics() | {"time/score_s": score_s}
             self.latest = found
@@ -548,8 +551,17 @@ def run(parsed: RecipeArguments) -> int:
         config,
         parsed,
         show=lambda resolved: print(plan(resolved)),
-        check=lambda resolved: make_reward(resolved.reward.name, ()),
+        check=check,
     )
+
+
+def check(config: RLConfig) -> None:
+    """What only --dry-run would else not see: rewards and tasks are made, files of questions read."""
+    make_reward(config.reward.name, (), weights=config.reward.weights)
+    for entry in (*config.tasks, *config.eval.tasks):
+        task = make_task(entry.name, **entry.options)
+        if isinstance(task, FileTask):
+            print(f"{entry.label}: {task.told}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

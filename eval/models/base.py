@@ -24,6 +24,8 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.model.hub.config import model_folder
 
 TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
+MAX_BYTES = 1 << 24
+"""Most bytes of a server's answer."""
 RETRIED = {408, 409, 429, 500, 502, 503, 504}
 
 
@@ -35,10 +37,18 @@ class EndpointModel:
     max_length = None
 
     def __init__(
-        self, url: str, model: str | None = None, *, concurrent: int = 8, chat: bool = False
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        concurrent: int = 8,
+        chat: bool = False,
+        tries: int = TRIES,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.chat, self.pool = chat, ThreadPoolExecutor(concurrent)
+        self.tries, self.timeout_s = tries, timeout_s
         if model is None:
             listed = self._call("/models").get("data")
             if not listed:
@@ -55,10 +65,16 @@ class EndpointModel:
         data = json.dumps({"model": self.name, **body}).encode() if body else None
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
 
-        for attempt in range(TRIES):
+        for attempt in range(self.tries):
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                    return json.load(answer)
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                    # Nobody controls the server: what it sends is bounded.
+                    raw = answer.read(MAX_BYTES + 1)
+                if len(raw) > MAX_BYTES:
+                    problem = f"the answer is larger than {MAX_BYTES >> 20} MiB"
+                    break
+                found: Record = json.loads(raw)
+                return found
             except urllib.error.HTTPError as error:
                 text = " ".join(error.read(400).decode("utf-8", "replace").split())
                 problem = f"HTTP {error.code}: {text}"
@@ -66,11 +82,12 @@ class EndpointModel:
                     break
             except OSError as error:  # no connection, or a time limit
                 problem = f"no answer ({error}); is the server running?"
-            except ValueError:
+            except (ValueError, RecursionError):
                 problem = "the answer is not JSON; is this an OpenAI-compatible URL?"
                 break
             # Twice as long each time: a busy server is not helped by more requests.
-            time.sleep(FIRST_WAIT_S * 2**attempt)
+            if attempt + 1 < self.tries:
+                time.sleep(FIRST_WAIT_S * 2**attempt)
         raise EvalError(f"{self.url}{path}: {problem}")
 
     def count_tokens(self, text: str) -> int:

@@ -21,15 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.tokens import parse_assistant
+from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.eval.measure import answer_text_of
-from earlyfusion.eval.rewards import OnTop, Range, Rewards, Scored, make_reward
+from earlyfusion.eval.rewards import (
+    OnTop,
+    Range,
+    Response,
+    RewardError,
+    Rewards,
+    Scored,
+    Weighed,
+    make_reward,
+)
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
 from earlyfusion.model.layers import moe_layers
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.judge import Judge
+from earlyfusion.rl.judge import Judge, RewardModel
 from earlyfusion.rl.objectives.length import (
     length_rewards,
     overlong_penalty,
@@ -231,9 +243,11 @@ class _Batch:
             answers = []
             for done in self.handles[name].completions:
                 # In the chat form the reward sees the response; people see the thoughts as well.
-                shown = done.text if entry.chat else ""
-                done = replace(done, text=answer_text_of(done.ids, done.text, entry, tokenizer))
-                answers.append(Trajectory(prompt.encoded, done, shown=shown))
+                shown, said = "", Message("assistant", (Text(done.text),))
+                if entry.chat:
+                    shown, said = done.text, parse_assistant(done.ids, tokenizer, entry.thought).message
+                    done = replace(done, text=answer_text_of(done.ids, done.text, entry, tokenizer))
+                answers.append(Trajectory(prompt.encoded, done, shown=shown, messages=(said,)))
         return answers
 
     def _submit(self) -> None:
@@ -330,17 +344,30 @@ class Experience:
 def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> Rewards:
     """The recipe's reward function, contained as it needs. Raises RewardError for one that cannot be set
     up."""
-    function, isolation = make_reward(section.name, tasks, seed)
+    functions, isolation = make_reward(section.name, tasks, seed, section.weights)
+    workers, memory_mb = section.workers, section.memory_mb
     if section.judge is not None:
-        judge = Judge(section.judge.base_url, section.judge.model, timeout_s=section.timeout_s)
-        function = judge if section.judge.weight == 1 else OnTop(function, judge, section.judge.weight)
-        isolation = "process"
+        given, share = section.judge, section.judge.weight
+        judge: Judge | RewardModel
+        if given.kind == "score":
+            judge = RewardModel(given.model.removeprefix("hf:"))
+        else:
+            judge = Judge(given.model, given.name, timeout_s=section.timeout_s)
+        if share < 1 and len(functions) > 1:
+            raise RewardError(
+                "reward.judge.weight below 1 stands on top of one function; name one, or weight 1"
+            )
+        function = judge if share == 1 else OnTop(functions[0].function, judge, share)
+        functions, isolation = [Weighed(function, "judge")], "process"
+        # Weights of a model of one's own are held once, whatever their size.
+        if not given.model.startswith(("http://", "https://")):
+            workers, memory_mb = 1, None
     return Rewards(
-        function,
+        functions,
         isolation=isolation,
         timeout_s=section.timeout_s,
-        workers=section.workers,
-        memory_mb=section.memory_mb,
+        workers=workers,
+        memory_mb=memory_mb,
         span=Range(section.low, section.high),
     )
 
@@ -350,7 +377,17 @@ def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
     earns the lowest of the declared range, or of its group where that is lower, so that it is never better
     than a wrong answer."""
     # In one call: a reward with workers is asked for all answers at once.
-    judged = iter(rewards([(g.problem, t.answer) for g in groups for t in g.trajectories if t.ended]))
+    answers: list[Response] = []
+    sizes = []
+    for group in groups:
+        ended = [t for t in group.trajectories if t.ended]
+        sizes.append(len(ended))
+        # A conversation holds pictures, which are sent to the worker only if somebody looks at them.
+        before = group.prompt.messages if "messages" in rewards.asked or rewards.whole_groups else ()
+        for t in ended:
+            talk = (*before, *t.messages) if before else ()
+            answers.append(Response(group.problem, t.answer, talk, tuple(t.ids)))
+    judged = iter(rewards(answers, sizes))
     scored: list[Scored] = []
     for group in groups:
         own = [next(judged) if trajectory.ended else None for trajectory in group.trajectories]
@@ -420,6 +457,13 @@ def experience(
     )
 
 
+def parts_of(scored: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
+    """What each of several reward functions gave, summed over the answers."""
+    if len(names) < 2:
+        return {}
+    return {f"reward_of/{name}": sum(one.parts.get(name, 0.0) for one in scored) for name in names}
+
+
 def rollout_metrics(
     config: RLConfig,
     runtime: Runtime,
@@ -427,9 +471,11 @@ def rollout_metrics(
     collector: Collector,
     found: Experience,
     counts: Mapping[str, float],
+    rewards: Sequence[str] = (),
 ) -> dict[str, float]:
     """Numbers of an iteration's rollouts, over all processes; every process calls it. counts: more that are
-    summed, and told where they are not 0."""
+    summed, and told where they are not 0. rewards: names of the functions, whose means are told where there
+    are several."""
     # By entry of the recipe: scores, rewards, answers that a limit cut off, answers.
     parts = (found.scores_N, found.rewards_N, found.cut_N, torch.ones_like(found.scores_N))
     table_E4 = torch.zeros(len(config.tasks), 4, dtype=torch.float64)
@@ -445,6 +491,7 @@ def rollout_metrics(
             "surprise": -sum(logp for done in completions for logp in done.logprobs),
             "tokens": spent["tokens"],
             "carried": len(collector.carried),
+            **parts_of(found.scored, rewards),
             "engine_s": spent["engine_s"],
             "seconds": spent["seconds"],
             **counts,
@@ -459,6 +506,7 @@ def rollout_metrics(
             if row[3]:
                 record[f"{name}/{entry.label}"] = row[column] / row[3]
     record |= {name: sums[name] for name in counts if sums[name]}
+    record |= {name: sums[name] / answers for name in sums if name.startswith("reward_of/")}
     return record | {
         "length": sums["length"] / answers,
         "length_max": float(runtime.max(max(lengths, default=0.0))),

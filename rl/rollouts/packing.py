@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from earlyfusion.data.chat.template import Message
 from earlyfusion.model.engine.engine import Engine, Row, pack_prompts
 from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
@@ -42,13 +43,15 @@ class Trajectory:
 
     The completion holds generated tokens alone, so lengths, log-probabilities, entropies and losses are
     theirs. inserted: what stands between them, in order; it is read and never trained. shown: the whole
-    answer as people read it, "" where that is the completion's text.
+    answer as people read it, "" where that is the completion's text. messages: the same as messages, for
+    rewards.
     """
 
     prompt: Prompt
     completion: Completion
     inserted: tuple[Inserted, ...] = ()
     shown: str = ""
+    messages: tuple[Message, ...] = ()
 
     @property
     def ids(self) -> list[int]:

@@ -146,6 +146,14 @@ class Prompt:
         return Document(self)
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """What is asked, as messages, for rewards that look at the conversation."""
+        entry = self.pool.entries[self.entry]
+        if entry.tools:
+            return tuple(tool_messages(self.problem, entry.form))
+        return tuple(self.problem.chat(entry.form))
+
+    @property
     def ids(self) -> list[int]:
         """What names it, for JSON and checkpoints: `PromptPool.prompt(*ids)`."""
         return [self.bin, self.entry, self.number]

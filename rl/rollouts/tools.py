@@ -142,6 +142,7 @@ class Conversation:
     parts: list[engine.Completion] = field(default_factory=list)
     inserted: list[Inserted] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
     turns: int = 0
     valid: bool = False
     left: PausedSample | None = None
@@ -176,7 +177,8 @@ class Conversation:
             cached_tokens=first.cached_tokens,
             routing=np.concatenate(routing) if len(routing) == len(self.parts) else None,
         )
-        return Trajectory(self.prompt, completion, tuple(self.inserted), "\n".join(self.lines))
+        said = tuple(self.said)
+        return Trajectory(self.prompt, completion, tuple(self.inserted), "\n".join(self.lines), said)
 
 
 class ToolRollouts:
@@ -224,6 +226,7 @@ class ToolRollouts:
             talk = self.conversations[completion.request_id][completion.index]
         talk.parts.append(completion)
         parsed = parse_assistant(completion.ids, self.tokenizer)
+        talk.said.append(parsed.message)
 
         # Without a whole call the message is the last: an answer, or markup that nothing can be made of.
         counts, stopped = self.runner.counts, completion.finish_reason == "stop"
@@ -275,6 +278,7 @@ class ToolRollouts:
             self._end(talk, "", "length")
             return None
         talk.lines += [f"[{reply.tool}] {reply.text}" for reply in replies]
+        talk.said += replies
         talk.inserted.append(Inserted(talk.generated, turn_ids(replies, self.tokenizer, self.vision)))
 
         # All of it so far is the next prompt.

@@ -1,16 +1,31 @@
 """The runner of rewards: whatever a reward does, the run goes on, the answer has a number, and the count is
 right."""
 
+import asyncio
+import importlib
 import math
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import Answer
-from earlyfusion.eval.rewards import OnTop, RandomReward, Range, Rewards, make_reward
+from earlyfusion.eval.rewards import (
+    OnTop,
+    RandomReward,
+    Range,
+    Response,
+    RewardError,
+    Rewards,
+    Weighed,
+    asked_for,
+    make_reward,
+)
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.dpo import judged
 
@@ -112,7 +127,9 @@ def test_the_random_reward_is_fair_blind_and_repeatable():
 
 def test_a_second_opinion_counts_only_for_verified_answers(problem):
     own = make_task("arithmetic").reward
-    given = lambda base, extra, said: OnTop(base, lambda p, r: extra, weight=0.25)(problem, said)
+    given = lambda base, extra, said: OnTop(base, lambda group: [extra] * len(group), 0.25)(
+        [Response(problem, said)]
+    )[0]
     assert (given(own, 1.0, problem.target), given(own, 1.0, "no idea")) == (1.0, 0.0)
     assert given(own, 0.0, problem.target) == 0.75 and given(lambda p, r: -0.5, 1.0, "bad") == -0.5
 
@@ -138,3 +155,80 @@ def test_rewards_by_name_and_bad_settings():
             make_reward(name, [])
     with pytest.raises(UserError, match="another process"):
         Rewards(lambda p, r: 1.0, isolation="process")
+
+
+def brief(problem, response):
+    return -len(response)
+
+
+def talkative(messages, ids, problem):
+    assert messages[-1].role == "assistant" and problem.question in messages[0].text
+    return len(messages) + 10 * len(ids)
+
+
+async def patient(response, problem):
+    if response == "late":
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.2)
+    return len(response)
+
+
+def longest(group):
+    best = max(len(one.text) for one in group)
+    return [float(len(one.text) == best) for one in group]
+
+
+def uneven(group):
+    return [1.0]
+
+
+def responses(problem, *texts):
+    told = (*problem.chat(), Message("assistant", (Text("x"),)))
+    return [Response(problem, text, told, (1, 2)) for text in texts]
+
+
+def test_a_function_gets_what_its_arguments_name_and_several_are_weighed(problem):
+    said = responses(problem, "a", "abc", "ab")
+    functions = [
+        Weighed(brief, "brief", 2.0),
+        Weighed(talkative, "talk", 0.5),
+        Weighed(longest, "longest", 1.0),
+    ]
+    with Rewards(functions, span=Range(-100, 100)) as rewards:
+        found = rewards(said, [2, 1])
+    assert [one.value for one in found] == [-2 + 11 + 0, -6 + 11 + 1, -4 + 11 + 1]
+    assert found[1].parts == {"brief": -3, "talk": 22, "longest": 1}
+    assert [asked_for(one) for one in (brief, talkative, longest)][1] == ("messages", "ids", "problem")
+    with pytest.raises(RewardError, match=r"takes \(answer, gold, size\)"):
+        asked_for(lambda answer, gold, size: 0)
+
+
+def test_coroutines_of_a_group_run_at_once_and_the_late_one_is_late_alone(problem):
+    texts = ["a" * n for n in range(1, 31)] + ["late"]
+    begun = time.perf_counter()
+    with Rewards(patient, timeout_s=1.0, span=Range(0, 99)) as rewards:
+        found = rewards(responses(problem, *texts), [len(texts)])
+    assert [one.value for one in found] == [*range(1, 31), 0.0]
+    assert [one.status for one in found] == ["ok"] * 30 + ["timeout"]
+    assert time.perf_counter() - begun < 4, "30 waits of 0.2 s, one after the other, would take 6"
+
+
+def test_a_failing_function_of_the_group_costs_its_group_alone(problem):
+    with Rewards(uneven) as rewards:
+        found = rewards(responses(problem, "a", "b", "c"), [2, 1])
+    assert [one.status for one in found] == ["error", "error", "ok"]
+    assert "1 rewards for a group of 2" in found[0].detail
+
+
+@pytest.mark.slow
+def test_groups_are_scored_in_processes_as_they_are_here(problem, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    own = importlib.import_module("test_rewards")
+    functions = [Weighed(own.longest, "longest", 1.0), Weighed(own.patient, "patient", 0.1)]
+    said = responses(problem, "a", "abc", "ab", "late")
+    with Rewards(functions, timeout_s=1.0, span=Range(0, 9)) as here:
+        wanted = here(said, [2, 2])
+    with Rewards(functions, isolation="process", timeout_s=1.0, span=Range(0, 9)) as there:
+        assert there(said, [2, 2]) == wanted
+    assert [one.status for one in wanted] == ["ok", "ok", "ok", "timeout"]

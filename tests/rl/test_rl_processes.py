@@ -19,6 +19,7 @@ from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import ask
 from earlyfusion.eval.measured import load_measured
+from earlyfusion.eval.rewards import Weighed
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.rl.measure import in_order
@@ -43,7 +44,9 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
     none."""
     constant = {"now": False}
     judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)
-    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (judge, "inline"))
+    monkeypatch.setattr(
+        "earlyfusion.rl.rollouts.experience.make_reward", lambda *a: ([Weighed(judge)], "inline")
+    )
     made = training(folder, tmp_path / "run", optim={"name": name}, rollout={"max_new_tokens": 24})
     try:
         assert [made.iterate()["empty"] for _ in range(2)] == [0, 0]
