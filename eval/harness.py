@@ -72,12 +72,16 @@ def run_task(
     out: Path | None = None,
     progress: Callable[[int, int], object] = lambda done, every: None,
     chunk: int = 64,
+    share: tuple[int, int] = (0, 1),
+    gather: Callable[[Records], Sequence[Records]] = lambda own: [own],
 ) -> Record:
     """Ask every question of the task (those not yet answered in `out`); returns the summary.
 
-    limit: questions (None: all). progress is given (answered, all). chunk:
-    questions handed to the model at once; what a stopped run loses is at most one chunk. Raises EvalError
-    when the model cannot do what the task needs, or `out` holds a run with other settings.
+    limit: questions (None: all). progress is given (answered, all). chunk: questions handed to the model at
+    once; what a stopped run loses is at most one chunk. share, gather: (rank, world) of processes that ask
+    every world-th question each, and what brings their records together; every process then calls it and gets
+    the same summary. Raises EvalError when the model cannot do what the task needs, or `out` holds a run with
+    other settings.
     """
     # What cannot work is said before anything is written.
     needed = {*task.needs, "generate" if task.kind == "generate" else "score"}
@@ -106,9 +110,10 @@ def run_task(
     # Ask what is missing; every chunk is on the disk before the next is asked.
     started = time.monotonic()
     order = [(question, repeat) for repeat in range(task.options.samples) for question in questions]
-    pending = _pending(task, order, records)
+    order_here = order[share[0] :: share[1]]
+    pending = _pending(task, order_here, records)
     while True:
-        progress(len(records), len(order))
+        progress(len(records), len(order_here))
         asked = list(islice(pending, chunk))
         if not asked:
             break
@@ -118,6 +123,8 @@ def run_task(
             append_records(folder / RECORDS, answered)
 
     # The numbers, with everything that they were measured under.
+    for part in gather(records):
+        records |= part
     kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
     summary["refused"] = sum(record.get("finish") == "refused" for record in kept)

@@ -4,20 +4,21 @@ report.
 Tasks of `eval.tasks`: easy_vqa (official test split, with the image-blind control) and bpb (held-out topics
 of the Python reference, beside gzip). Every other task of `earlyfusion eval` can be named as well
 ("mmlu_pro:mcf", "counting"; files through eval.data). eval.limits hold always, eval.limits_during until the
-schedule has ended. Rank 0 works, the other ranks wait.
+schedule has ended. Every rank asks its share of the questions, and measures its share of the sources; rank 0
+writes.
 
 Besides, every source is measured on what it holds out (eval.heldout: loss, blind loss, bits per byte;
 eval/heldout.py) and asked for answers (eval.samples). The sources are built anew for it, so that nothing of
 the training data moves.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample
@@ -48,6 +49,7 @@ from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.runtime import Runtime
 
+Found = TypeVar("Found")
 TASKS = ("easy_vqa", "bpb")
 FINAL = 4
 """How many times more of its held-out samples a source is measured on in the last evaluation."""
@@ -89,19 +91,19 @@ class Evaluator:
         loader: the stage's data loader; at the end its held-out documents show the AttnRes weights.
         """
         headline: Record = {}
+        tracker.busy("evaluating held-out samples")
+        headline |= self.heldout(step, final)
+        tasks = self.config.eval.tasks
+        for number, task in enumerate(tasks, 1):
+            self._busy = partial(tracker.busy, f"evaluating {task} ({number}/{len(tasks)})")
+            self._busy()
+            limit = self._limit(task, step)
+            if task in self.own_tasks:
+                headline |= getattr(self, task)(step, limit)
+            else:
+                headline |= self._benchmark(task, step, limit)
         if self.runtime.is_main:
-            # The other ranks wait at the barrier below.
-            tracker.busy("evaluating held-out samples")
-            headline |= self.heldout(step, final)
-            tasks = self.config.eval.tasks
-            for number, task in enumerate(tasks, 1):
-                self._busy = partial(tracker.busy, f"evaluating {task} ({number}/{len(tasks)})")
-                self._busy()
-                limit = self._limit(task, step)
-                if task in self.own_tasks:
-                    headline |= getattr(self, task)(step, limit)
-                else:
-                    headline |= self._benchmark(task, step, limit)
+            # Few and quick: the other ranks wait at the barrier below.
             tracker.busy("answering samples")
             self._samples(step)
             if final and loader is not None:
@@ -124,17 +126,34 @@ class Evaluator:
         # Sources are added up by tokens: a small one does not count as much as a large one.
         # (The mean of means would weigh a source of ten pictures like one of a million.)
         whole, sources = Loss(), {}
-        for source in self.config.data.sources if limit else ():
-            results = self.measure(heldout_getters(self.source(source.name), limit), most)
-            if (numbers := summary(results)) is not None:
-                sources[source.name] = numbers
-                for result in results:
+        names = [source.name for source in self.config.data.sources if limit]
+        measured = self.shared(
+            names, lambda name: self.measure(heldout_getters(self.source(name), limit), most)
+        )
+        for name in names:
+            if (numbers := summary(measured[name])) is not None:
+                sources[name] = numbers
+                for result in measured[name]:
                     if isinstance(result, Loss):
                         whole.add(result)
         if not sources:
             return {}
-        save_result(self.out, "heldout", step, {"sources": sources, "all": whole.numbers()})
+        self.save("heldout", step, {"sources": sources, "all": whole.numbers()})
         return heldout_headline(sources, whole.numbers())
+
+    def shared(self, names: Sequence[str], work: Callable[[str], Found]) -> dict[str, Found]:
+        """`work` of every name, dealt over the ranks; the same on all of them. One name is one rank's, so
+        that the numbers do not depend on how many there are."""
+        own = {name: work(name) for name in names[self.runtime.rank :: self.runtime.world]}
+        found: dict[str, Found] = {}
+        for part in self.runtime.gather(own):
+            found |= part
+        return found
+
+    def save(self, name: str, step: int, payload: Record) -> None:
+        """Write a result, on rank 0."""
+        if self.runtime.is_main:
+            save_result(self.out, name, step, payload)
 
     def measure(
         self, samples: Iterable[Getter], most_tokens: int | None = None, *, blind: bool = True
@@ -162,7 +181,7 @@ class Evaluator:
         result = _accuracies(found) | {"majority_accuracy": found["majority"]}
         result["questions_total"] = len(questions_of("test"))
         result["by_kind"] = {kind: _accuracies(entry) for kind, entry in found["by_category"].items()}
-        save_result(self.out, "easy_vqa", step, result)
+        self.save("easy_vqa", step, result)
         return {"easy_vqa": found["score"], "easy_vqa_blind": found["blind_score"]}
 
     def bpb(self, step: int, limit: int | None) -> dict[str, float]:
@@ -171,7 +190,7 @@ class Evaluator:
         # A longer window would measure extrapolation in place of the language.
         window = max(stage.length for stage in self.config.stages)  # no longer context than in training
         _, found = self._asked(texts, None, batch_tokens=window)
-        save_result(self.out, "bpb", step, found)
+        self.save("bpb", step, found)
         return {name: found[name] for name in ("bits_per_byte", "gzip_bits_per_byte")}
 
     def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, Record]:
@@ -180,11 +199,19 @@ class Evaluator:
             task = build_task(task, data=self.config.eval.data)
         # A new engine each time: the weights have changed since the last one.
         model = EngineModel(self.fusion, self.tokens, **settings)
-        return task.label, run_task(model, task, limit=limit, progress=self._busy)["metrics"]
+        summary = run_task(
+            model,
+            task,
+            limit=limit,
+            progress=self._busy,
+            share=(self.runtime.rank, self.runtime.world),
+            gather=self.runtime.gather,
+        )
+        return task.label, summary["metrics"]
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
         name, metrics = self._asked(task, limit, chat=self.chat)
-        save_result(self.out, name, step, metrics)
+        self.save(name, step, metrics)
         shown = {"score": name, "blind_score": f"{name}_blind"}
         return {label: float(metrics[key]) for key, label in shown.items() if key in metrics}
 

@@ -34,7 +34,7 @@ from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.data.sources.base import kind_of
 from earlyfusion.data.sources.zero_vision import ZeroVision
 from earlyfusion.eval.heldout import summary as summarise
-from earlyfusion.eval.samples import save_result, thumbnail
+from earlyfusion.eval.samples import thumbnail
 from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_talks import MEASURES, Played, picture_files, play_talks, summary, transcript
 from earlyfusion.model.fusion import NativeFusion
@@ -65,17 +65,20 @@ class ChatEvaluator(evaluate.Evaluator):
     def answer_loss(self, step: int, limit: int | None) -> dict[str, float]:
         """Loss (nats a token) and numbers of tokens and conversations, by source; one that holds nothing out
         is left out."""
-        results = {}
-        for config in self.config.data.sources:
-            source = self.source(config.name)
+
+        def loss_of(name: str) -> Any:
+            source = self.source(name)
             count = min(limit or HELDOUT, source.heldout_len())
             # Read when it is measured: a source of a million rows is not opened for sixteen.
             chosen = (partial(source.heldout, index) for index in range(count))
-            found = summarise(self.measure(chosen, blind=False))
+            return summarise(self.measure(chosen, blind=False))
+
+        results = {}
+        for name, found in self.shared([source.name for source in self.config.data.sources], loss_of).items():
             if found is not None:
-                results[config.name] = {"loss": found["loss"], "tokens": found["tokens"]}
-                results[config.name]["conversations"] = found["samples"]
-        save_result(self.out, "answer_loss", step, {"sources": results})
+                results[name] = {"loss": found["loss"], "tokens": found["tokens"]}
+                results[name]["conversations"] = found["samples"]
+        self.save("answer_loss", step, {"sources": results})
         return {f"answer_loss/{name}": result["loss"] for name, result in results.items()}
 
     def heldout(self, step: int, final: bool) -> dict[str, float]:
@@ -92,11 +95,15 @@ class ChatEvaluator(evaluate.Evaluator):
             if not isinstance(source, ZeroVision):
                 continue
             count = min(limit or PLAYED, source.heldout_len())
-            talks = [source.talk(index, heldout=True) for index in range(count)]
+            rank, world = self.runtime.rank, self.runtime.world
+            talks = [source.talk(index, heldout=True) for index in range(count)[rank::world]]
             # A sandbox for each source: what one program leaves behind is gone for the next.
             with Sandbox(allow_weaker=self.config.sandbox.allow_weaker) as sandbox:
                 weaker = sandbox.check().weaker
-                played = play_talks(self.fusion, self.tokens, talks, sandbox)
+                own = play_talks(self.fusion, self.tokens, talks, sandbox)
+            # Dealt out in turn, so they are taken back in turn.
+            shares = self.runtime.gather(own)
+            played = [shares[i % world][i // world] for i in range(count)]
 
             found = summary(played)
             headline |= {f"{measure}/{config.name}": found[measure] for measure in MEASURES}
@@ -106,7 +113,7 @@ class ChatEvaluator(evaluate.Evaluator):
             result = found | {"source": config.name, "shown": shown}
             if weaker:
                 result["sandbox"] = weaker
-            save_result(self.out, f"tool_talks_{config.name}", step, result)
+            self.save(f"tool_talks_{config.name}", step, result)
         return headline
 
     def _picture(self, source: str, number: int, game: Played) -> str | None:
@@ -117,7 +124,7 @@ class ChatEvaluator(evaluate.Evaluator):
             return None
         name = f"samples/{source}_{number:03d}.png"
         path = self.out / name
-        if not path.exists():
+        if self.runtime.is_main and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             thumbnail(picture).save(path)
         return name

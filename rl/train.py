@@ -136,6 +136,11 @@ def plan(config: RLConfig) -> str:
     """The resolved recipe and what an iteration holds, for --dry-run."""
     rollout, train = config.rollout, config.train
     labels = ", ".join(f"{entry.label} x {entry.weight:g}" for entry in config.tasks)
+    files = []
+    for entry in config.tasks:
+        task = make_task(entry.name, **entry.options)
+        if isinstance(task, FileTask):
+            files.append(f"# {entry.label}: {task.told}")
     prompts = config.total_updates * rollout.prompts
     return "\n".join(
         [
@@ -144,6 +149,7 @@ def plan(config: RLConfig) -> str:
             f" {rollout.max_new_tokens} tokens, {train.epochs * train.minibatches} update(s)",
             f"# prompts: {labels}",
             f"# {config.total_updates} iterations = {prompts:,} prompts",
+            *files,
         ]
     )
 
@@ -551,17 +557,8 @@ def run(parsed: RecipeArguments) -> int:
         config,
         parsed,
         show=lambda resolved: print(plan(resolved)),
-        check=check,
+        check=lambda resolved: make_reward(resolved.reward.name, (), weights=resolved.reward.weights),
     )
-
-
-def check(config: RLConfig) -> None:
-    """What only --dry-run would else not see: rewards and tasks are made, files of questions read."""
-    make_reward(config.reward.name, (), weights=config.reward.weights)
-    for entry in (*config.tasks, *config.eval.tasks):
-        task = make_task(entry.name, **entry.options)
-        if isinstance(task, FileTask):
-            print(f"{entry.label}: {task.told}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,7 +53,7 @@ from earlyfusion.data.chat.template import Media, Message, messages_of
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import Numbered, Permutation, held_out
 from earlyfusion.data.row_files import Row, RowFile, row_files
-from earlyfusion.data.sample import Text
+from earlyfusion.data.sample import Image, Text, VideoFile
 from earlyfusion.data.shards.fetch import cache_root, plain_copy
 from earlyfusion.data.tasks import scoring
 from earlyfusion.data.tasks.problem import Problem, Split, Task, TaskError, task
@@ -293,6 +293,8 @@ class FileTask(Task):
         self.path, self.check, self.skip_bad_rows = path, known_check(check), skip_bad_rows
         self.skipped: list[str] = []
         self._checks: set[str] = set()
+        self.media: set[str] = set()
+        """Of "image" and "video": what rows show."""
         self._digest = hashlib.sha256()
         fetch = fetched if urls else None
 
@@ -339,6 +341,9 @@ class FileTask(Task):
             content = digest_of(row)
             self._digest.update(content.encode())
             self._checks.add(problem.meta["check"])
+            parts = [part for message in problem.messages for part in message.content]
+            self.media |= {"image" for part in parts if isinstance(part, Image)}
+            self.media |= {"video" for part in parts if isinstance(part, VideoFile)}
             held = held_out(f"file/{row.get('group') or content}", share)
             if weight:
                 numbers[held].append(number)

@@ -224,10 +224,6 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> Re
         categories[str(group[0].get("category") or "")].append(_means(group, keys))
     questions = [question for part in categories.values() for question in part]
 
-    # sd / sqrt(n) over questions, which one alone does not have.
-    mean_error = None
-    if len(questions) > 1:
-        mean_error = stdev(question["score"] for question in questions) / math.sqrt(len(questions))
     # A baseline is said only where every record knows it.
     chances = [record.get("chance") for record in records]
     targets = [record.get("target") for record in records]
@@ -235,7 +231,7 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> Re
         "n": len(questions),
         "samples": len(records),
         **_means(questions, keys),
-        "standard_error": mean_error,
+        "standard_error": standard_error(questions),
         "unextracted": mean([record.get("extracted") is None for record in records]),
         "chance": None if None in chances else mean(chances),
         "majority": None,
@@ -247,9 +243,15 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> Re
     if set(categories) != {""}:
         result["by_category"] = {}
         for category, part in sorted(categories.items()):
-            result["by_category"][category] = {"n": len(part), **_means(part, keys)}
+            found = {"n": len(part), **_means(part, keys), "standard_error": standard_error(part)}
+            result["by_category"][category] = found
         result["macro_score"] = mean([entry["score"] for entry in result["by_category"].values()])
     return result
+
+
+def standard_error(rows: Sequence[Record]) -> float | None:
+    """sd / sqrt(n) of the scores, which one question alone does not have."""
+    return stdev(row["score"] for row in rows) / math.sqrt(len(rows)) if len(rows) > 1 else None
 
 
 def _means(rows: Sequence[Record], keys: Sequence[str]) -> dict[str, float]:

@@ -124,6 +124,8 @@ def evaluate(options: EvalOptions) -> None:
             advance = lambda done, every, row=row: bar.update(row, completed=done, total=every)
             summaries.append(run_task(model, task, limit=limit, out=out, progress=advance))
     show(summaries)
+    for summary in summaries:
+        show_categories(summary)
     if out is not None:
         print(f"records and summaries: {out}", file=sys.stderr)
 
@@ -165,6 +167,17 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
         else:
             raise EvalError(f"--data {default} and --data {value}: say which task each is for, as TASK=PATH")
     return named, default
+
+
+def show_categories(summary: Record) -> None:
+    """A table of a task's categories with their errors, where it has several."""
+    rows = summary["metrics"].get("by_category") or {}
+    columns: dict[str, Record] = {}
+    for name, found in rows.items() if len(rows) > 1 else ():
+        for figure, value in found.items():
+            columns.setdefault(figure, {})[name] = value
+    if columns:
+        figures.show(f"{summary['task']} by category", columns)
 
 
 def show(summaries: Sequence[Record]) -> None:

@@ -143,7 +143,7 @@ def test_summaries_are_means_over_questions():
     records = [{"id": i, "category": c, "score": s, "extracted": e} for i, c, s, e in rows]
     found = summarize(records)
     assert (found["n"], found["samples"], found["score"], found["unextracted"]) == (2, 4, 0.75, 0.25)
-    assert found["by_category"]["x"] == {"n": 1, "score": 0.5}
+    assert found["by_category"]["x"] == {"n": 1, "score": 0.5, "standard_error": None}
     assert found["standard_error"] == pytest.approx(0.25)
     assert summarize(records[:1])["standard_error"] is None
 
