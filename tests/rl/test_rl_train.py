@@ -10,7 +10,7 @@ from rl_cases import PTX, model_directory, run, spaces, training
 from safetensors.torch import load_file
 from tiny_run import assert_same, numbers, weights
 
-from earlyfusion.eval.rewards import Scored
+from earlyfusion.eval.rewards import Scored, Weighed
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.rl.rollouts.experience import CHECK_EVERY, experience
 from earlyfusion.rl.rollouts.prompts import success_rates
@@ -179,7 +179,8 @@ def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path)
     for name, low in (("zero", 0.0), ("below", -1.0)):
         scale, rollout = {"low": low, "high": low + 1.0}, {"max_new_tokens": 24}
         made = training(folder, tmp_path / name, reward=scale, rollout=rollout, length={"weight": 0.5})
-        made.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
+        reward = lambda problem, response, low=low: low + spaces(problem, response)
+        made.rewards.functions = [Weighed(reward)]
         made.refresh_engine()
         seen, _ = made.collect_and_score()
         rate = made.prompts.solved_P / made.prompts.tried_P.clamp(min=1)
