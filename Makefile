@@ -31,6 +31,7 @@ check: setup-dev
 	$(BIN)/ruff check $(ROOMS) tests
 	$(BIN)/ruff format --check $(ROOMS) tests
 	@mkdir -p .types/earlyfusion && for r in $(ROOMS); do ln -sfn ../../$$r .types/earlyfusion/$$r; done
+	@ln -sfn ../../pipeline/package/__init__.py .types/earlyfusion/__init__.py
 	MYPYPATH=.types $(BIN)/mypy -p earlyfusion
 
 format: setup-dev
