@@ -74,8 +74,9 @@ def test_the_package_itself_has_a_version_a_loader_and_types():
     front = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(front)
     assert front.__version__ == version("earlyfusion")
-    model, tokenizer = front.load("embedded:skills")
-    assert not model.training and model.config.text.vocab_size >= tokenizer.vocab_size
+    loaded = front.load("embedded:skills")
+    assert not loaded.model.training
+    assert loaded.model.config.text.vocab_size >= loaded.tokenizer.vocab_size
     code = "import sys, earlyfusion; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -1,5 +1,5 @@
-"""`import earlyfusion` as a user has it: docs/python.md and the docstrings run, names are what they say, and a
-wheel works outside the checkout."""
+"""`import earlyfusion` as a user has it: docs/python.md and the docstrings run, names are what they say, and
+a wheel works outside the checkout."""
 
 import ast
 import doctest
@@ -28,6 +28,7 @@ from earlyfusion.pipeline import load as module
 
 ROOT = Path(__file__).resolve().parent.parent
 FRONT = ROOT / "pipeline" / "package" / "__init__.py"
+FP32 = 1e-5  # fp32 sums in another order
 QUESTION = "how many objects are there?"
 
 
@@ -102,8 +103,8 @@ def test_loss_is_that_of_the_same_tokens_by_hand(model, picture):
         batch = model.batch([sample])
         logits = model.model.logits(model.model.hidden(batch)).double()
         nll = torch.nn.functional.cross_entropy(logits, batch.labels, ignore_index=-100, reduction="sum")
-        total, count = total + float(nll), count + int((batch.labels >= 0).sum())
-    torch.testing.assert_close(float(model.loss(samples).detach()), total / count, rtol=1e-5, atol=0.0)
+        total, count = total + float(nll.detach()), count + int((batch.labels >= 0).sum())
+    torch.testing.assert_close(float(model.loss(samples).detach()), total / count, rtol=FP32, atol=0.0)
     # " red" and [EOS] alone of the first one.
     assert int((model.batch(samples[:1]).labels >= 0).sum()) == len(model.tokenizer.encode(" red")) + 1
 
@@ -177,7 +178,6 @@ def test_a_mistake_is_one_clear_line(model, ask, words):
     with pytest.raises(UserError, match=words) as caught:
         ask(model)
     assert "\n" not in str(caught.value)
-    assert issubclass(DataError, type(caught.value).__mro__[-3])
 
 
 @pytest.mark.slow
