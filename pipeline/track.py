@@ -19,7 +19,7 @@ from typing import Any
 from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
-from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
 from earlyfusion.kernels.files import Record, plain, read_jsonl, write_atomic
 from earlyfusion.pipeline.config.compose import dump, flatten
 from earlyfusion.pipeline.progress import Progress
@@ -40,6 +40,16 @@ TRACKERS = (
     "swanlab",
 )
 """accelerate's trackers; each needs the module of its name."""
+PROJECT = "earlyfusion"
+"""What trackers with projects file every run under."""
+RUN_NAMES = {
+    "wandb": "name",
+    "trackio": "name",
+    "mlflow": "run_name",
+    "swanlab": "experiment_name",
+    "clearml": "task_name",
+}
+"""Tracker -> the argument of its start that names the run."""
 
 
 def check_trackers(trackers: Sequence[str]) -> None:
@@ -67,7 +77,8 @@ class Tracker:
 
     out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file is
     begun anew; s > 0: records up to s are kept). config: the resolved recipe; its `track.trackers` get the
-    numbers too (tensorboard writes below <out>/tensorboard). unit: what a step is called on the terminal.
+    numbers too (tensorboard writes below <out>/tensorboard; others file the run `run.name` under PROJECT).
+    unit: what a step is called on the terminal.
     """
 
     def __init__(
@@ -108,7 +119,19 @@ class Tracker:
         shown = {}
         for key, value in flatten(dump(config)):
             shown[key] = value if isinstance(value, int | float | str) else str(value)
-        self._trackers.init_trackers(config.run.name, config=shown)
+        name = config.run.name
+        given = {tracker: {argument: name} for tracker, argument in RUN_NAMES.items()}
+        given["wandb"]["dir"] = str(out)
+        try:
+            if self.main:
+                out.mkdir(parents=True, exist_ok=True)  # wandb writes elsewhere where there is no folder yet
+            self._trackers.init_trackers(PROJECT, config=shown, init_kwargs=given)
+        # Whatever it raises (no key, no network): a run that was to be tracked must not go on untracked.
+        except Exception as error:
+            raise UserError(
+                f"track.trackers {names}: cannot start ({one_line(error)}); log in or mend its settings, or"
+                " take it off the list (metrics.jsonl is always written)"
+            ) from error
 
     def _unwritable(self, error: OSError) -> UserError:
         """The end of a run that can tell no more. What the file still holds in memory is dropped with it."""

@@ -1,16 +1,19 @@
 """Metrics on disk: whole lines, no step told twice, strict JSON; the progress line."""
 
+import importlib
 import io
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.config.schema import RunConfig, TrackSection
+from earlyfusion.pipeline.config.schema import RunConfig, RunSection, TrackSection
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, check_trackers, read_metrics
 
@@ -105,6 +108,75 @@ def test_tensorboard_gets_the_numbers_when_asked(tmp_path, runtime):
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
+
+
+RECORDING = """
+calls = []
+
+class Settings(dict):
+    def update(self, values, **_):
+        calls.append(("config", values))
+
+class Run:
+    def log(self, values, step=None, **_):
+        calls.append(("log", step, values))
+
+    def finish(self):
+        calls.append(("finish",))
+
+config = Settings()
+
+def init(**given):
+    if given["name"] == "no key":
+        raise ValueError("no key;\\nlog in")
+    calls.append(("init", given))
+    run = Run()
+    run.config = config
+    return run
+"""
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def recorder(request, tmp_path, monkeypatch):
+    """A module of that name which writes down what accelerate asks of it."""
+    (tmp_path / f"{request.param}.py").write_text(RECORDING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, request.param, raising=False)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(request.param)])
+    module = importlib.import_module(request.param)
+    yield module
+    sys.modules.pop(request.param, None)
+
+
+def tracked(*names: str, name: str) -> RunConfig:
+    return RunConfig.model_construct(run=RunSection(name=name), track=TrackSection(trackers=list(names)))
+
+
+def test_a_tracker_gets_the_recipe_the_numbers_and_the_evaluations_of_the_named_run(tmp_path, recorder):
+    runtime, out = Runtime(), tmp_path / "run"
+    check_trackers([recorder.__name__])
+    config = tracked(recorder.__name__, name="first")
+    tracker = Tracker(out, runtime, total_steps=4, config=config, console=quiet())
+    tracker.log(2, {"loss": 2.5, "stage": "joint", "expert_load": {"0": [0.5, 0.5]}})
+    tracker.event(
+        2, "eval", **{"heldout/image": 1.5, "counting/0/picture": {"accuracy": 0.25}}, message="said"
+    )
+    tracker.event(2, "checkpoint", path="step-000002")
+    tracker.close()
+    runtime.close()
+    kinds = [call[0] for call in recorder.calls]
+    assert kinds == ["init", "config", "log", "log", "finish"]
+    (_, given), (_, recipe), first, second, _ = recorder.calls
+    assert given["project"] == "earlyfusion" and given["name"] == "first"
+    assert given.get("dir", str(out)) == str(out) and recipe["run.name"] == "first"
+    assert first == ("log", 2, {"loss": 2.5})
+    assert second == ("log", 2, {"heldout/image": 1.5, "counting/0/picture.accuracy": 0.25})
+
+
+def test_a_tracker_that_cannot_start_ends_the_run(tmp_path, recorder):
+    with pytest.raises(UserError, match=r"cannot start \(no key; log in\); log in or mend") as caught:
+        Tracker(tmp_path / "run", Runtime(), total_steps=4, config=tracked(recorder.__name__, name="no key"))
+    assert "\n" not in str(caught.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_missing_tracker_is_one_clear_line(monkeypatch):
