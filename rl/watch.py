@@ -60,8 +60,15 @@ def watch(
     """
     app = create_app(runs)
     config = uvicorn.Config(
-        app, port=port, log_level="error", access_log=False, ws="none", lifespan="off",
-        http=guarded(MOST), backlog=ACCEPTED, timeout_graceful_shutdown=1,
+        app,
+        port=port,
+        log_level="error",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        http=guarded(MOST),
+        backlog=ACCEPTED,
+        timeout_graceful_shutdown=1,
     )
     run_server(Listener(config, f"watching {', '.join(map(str, runs))} on "))
 
@@ -102,7 +109,10 @@ class Watched:
         return self.folders[number]
 
     def runs(self, http: Request) -> Response:
-        names = [str(read_dict(folder / "facts.json").get("name", folder.resolve().name)) for folder in self.folders]
+        names = [
+            str(read_dict(folder / "facts.json").get("name", folder.resolve().name))
+            for folder in self.folders
+        ]
         told = []
         for name, folder in zip(names, self.folders):
             facts = read_dict(folder / "facts.json")

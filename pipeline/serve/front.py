@@ -285,7 +285,7 @@ class Front:
         if self.hosts is not None and host and host not in self.hosts and not is_loopback(host):
             text = f"host {host!r} is not served here (--allow-host)"
             raise Refused(text, status=403, code="host_not_allowed")
-        # Whoever watches the server has no key, and asks when it is busy; the page holds nothing of the model.
+        # Whoever watches the server has no key, and asks when it is busy; the page itself holds no secret.
         if scope["path"] in ("/health", "/"):
             return
 
