@@ -19,7 +19,6 @@ slow, 413 too large, 429 the line is full, 503 busy or stopping. There are no CO
 import asyncio
 import os
 import secrets
-import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -284,7 +283,7 @@ class Server(Listener):
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
         form = f"serving {service.name} ({service.template} form) on "
-        super().__init__(config, form, "/v1, a page to talk to it on /")
+        super().__init__(config, form, "/v1, a page to talk to it on /", self._refuse)
         self.service, self.grace = service, grace
 
     async def shutdown(self, sockets: Any = None) -> None:
@@ -297,11 +296,8 @@ class Server(Listener):
         self.service.preparer.close()
         self.service.worker.cut("the server stopped before this answer was complete")
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        # Without uvicorn's, which raises the signal again at the end.
-        self.force_exit = not self.service.worker.accepting and sig == signal.SIGINT  # asked a second time
+    def _refuse(self) -> None:
         self.service.worker.accepting = False
-        self.should_exit = True
 
 
 @verb

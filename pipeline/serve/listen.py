@@ -8,6 +8,7 @@ that says where it listens.
 import base64
 import hashlib
 import re
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -55,11 +56,17 @@ def page(path: Path) -> Callable[[Request], Awaitable[Response]]:
 
 class Listener(uvicorn.Server):
     """uvicorn's server that says where it listens and ends with code 0. before, after: the words around the
-    place."""
+    place. on_stop: called when it is told to stop."""
 
-    def __init__(self, config: uvicorn.Config, before: str, after: str = "") -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        before: str,
+        after: str = "",
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
-        self.before, self.after = before, after
+        self.before, self.after, self.on_stop = before, after, on_stop
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets=sockets)
@@ -74,8 +81,9 @@ class Listener(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         # Without uvicorn's, which raises the signal again at the end.
-        self.force_exit = self.should_exit
+        self.force_exit = self.should_exit and sig == signal.SIGINT  # asked a second time
         self.should_exit = True
+        self.on_stop()
 
 
 def run_server(server: Listener) -> None:
