@@ -208,6 +208,7 @@ class Service:
             n=body.n,
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs(body),
+            top_logprobs=body.top_logprobs,
         )
 
     async def text_prompt(self, prompt: str | list[int]) -> TokenPrompt:

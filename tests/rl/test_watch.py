@@ -1,5 +1,5 @@
-"""`earlyfusion watch`: every line once, whatever happens to the file; nothing outside the run; and the page in
-a browser."""
+"""`earlyfusion watch`: every line once, whatever happens to the file; nothing outside the run; and the page
+in a browser."""
 
 import json
 import os
