@@ -157,7 +157,9 @@ class Watched:
         kind = None if path is None else PICTURES.get(path.suffix.lower())
         if path is None or kind is None:
             raise HTTPException(404, "no such picture below the folder of the run")
-        return FileResponse(path, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
+        # Never anything but a picture, and never for the pages of others.
+        headers = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+        return FileResponse(path, media_type=kind, headers=headers)
 
 
 def strict(value: Any) -> Response:

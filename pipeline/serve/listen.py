@@ -46,6 +46,7 @@ def page(path: Path) -> Callable[[Request], Awaitable[Response]]:
         "Cache-Control": "no-cache",
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
     }
 
     async def answer(http: Request) -> Response:
