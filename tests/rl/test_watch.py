@@ -197,6 +197,14 @@ def test_the_page_follows_and_compares_runs(tmp_path, open_page):  # noqa: F811
             and page.locator("#rollouts b").count() == 0
         )
 
+        # Another update, one kind of prompt; both stay as they were put.
+        page.get_by_label("Update").first.select_option("1")
+        page.get_by_label("Kind").first.select_option("ocr/0/rendered")
+        page.get_by_text("at update 1").wait_for()
+        shown = page.locator("#rollouts > div").first.locator(".card")
+        page.wait_for_function("document.querySelectorAll('#rollouts > div:first-child .card').length === 3")
+        assert all("ocr/0/rendered" in text for text in shown.all_text_contents())
+
         # What is written now is seen without being asked for.
         with (made[0] / "metrics.jsonl").open("a") as file:
             file.write('{"step": 41, "event": "train", "reward": 7.25}\n')
