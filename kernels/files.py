@@ -91,16 +91,18 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
 
-    records = []
     # Split at "\n" alone: a text inside may hold any other line end.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [record for line in lines if (record := json_object(line)) is not None]
+
+
+def json_object(line: str | bytes) -> Record | None:
+    """The JSON object of a line; None for a line that is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 # ---- functions ----

@@ -20,6 +20,7 @@ VERBS |= {
     "rollouts": Verb(
         "earlyfusion.rl.report:rollouts", "the report of a reinforcement learning run, with its rollouts"
     ),
+    "watch": Verb("earlyfusion.rl.watch:watch", "a live page of runs: curves, samples, rollouts; compares"),
     "long2short": Verb(
         "earlyfusion.rl.verbs:shorter", "shorter answers: merged weights, shortest right answers, DPO"
     ),

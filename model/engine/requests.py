@@ -43,6 +43,8 @@ from torch import Tensor
 from earlyfusion.kernels.cpu.program import sample, takes
 from earlyfusion.kernels.errors import UserError
 
+TOP = 20
+"""Most of the likeliest tokens that are told with a token."""
 FinishReason = Literal["stop", "length", "cancelled"]
 """stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`. An admitted request
 never runs out of memory: its pages are promised when it is admitted."""
@@ -95,8 +97,8 @@ class SamplingParams:
     off). stop_ids: tokens that end it (kept in `ids`, left out of `text`), besides the engine's own ([EOS],
     <|end_of_msg|>) unless ignore_eos. banned_ids: never chosen, besides the engine's own (image placeholders,
     tokens that only stand in inputs, rows the tokenizer does not know; a stop id is allowed unless it is the
-    image placeholder). logprobs: fill the log-probabilities. n: samples of the one prompt, which is read
-    once.
+    image placeholder). logprobs: fill the log-probabilities. top_logprobs: so many of the likeliest tokens in
+    every token of an event, with logprobs. n: samples of the one prompt, which is read once.
 
     Raises RequestError for a value out of range.
     """
@@ -112,6 +114,7 @@ class SamplingParams:
     logprobs: bool = False
     n: int = 1
     ignore_eos: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         # Lists come from JSON; tuples make the options hashable and safe to share.
@@ -127,6 +130,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must lie in [0, 1]"),
             ("n", self.n >= 1, "must be at least 1"),
+            ("top_logprobs", 0 <= self.top_logprobs <= self.logprobs * TOP, f"0 to {TOP}, with logprobs"),
             ("stop", all(self.stop), "a stop string must not be empty"),
         ):
             if not right:
@@ -191,13 +195,15 @@ class Score:
 class Token(NamedTuple):
     """One generated token. logprob: under the distribution it was drawn from (temperature, top-p, min-p,
     bans; 0 when greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both
-    NaN unless the request asked for them. version: of the weights that computed its logits."""
+    NaN unless the request asked for them. version: of the weights that computed its logits. top: the
+    likeliest tokens in its place as (id, log-probability at temperature 1), as many as were asked for."""
 
     # Two log-probabilities: what it was drawn with, and what a trainer computes of it.
     id: int
     logprob: float
     logprob1: float
     version: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -414,6 +420,7 @@ class Needs:
     top_p: bool
     min_p: bool
     logprobs: bool
+    top: bool = False
 
 
 @dataclass(frozen=True)
@@ -494,3 +501,10 @@ def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
             drawn_B1 = scaled_BV.gather(1, at_B1) - scaled_BV.logsumexp(-1, keepdim=True)
             out_3B[1] = drawn_B1.masked_fill(controls.temperature_B.unsqueeze(1) == 0, 0.0).squeeze(1)
     return out_3B
+
+
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """The TOP likeliest tokens of every row (all of a smaller vocabulary): float64 [2 TOP, B], ids above
+    their log-probabilities at temperature 1, to stand below what `choose` returns."""
+    top = logits_BV.float().log_softmax(-1).topk(min(TOP, logits_BV.shape[1]))
+    return torch.cat([top.indices.T.double(), top.values.T.double()])

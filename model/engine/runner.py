@@ -30,7 +30,7 @@ from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CachePlan, KdaSlots, Past, Pools
 from earlyfusion.model.engine.cpu import CompiledDecoder, TokenRows, can_compile
-from earlyfusion.model.engine.requests import Controls, Needs, choose
+from earlyfusion.model.engine.requests import Controls, Needs, choose, likeliest
 from earlyfusion.model.engine.scheduler import STOPS, Part, Picture, RequestState, Sample
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import moe_layers
@@ -205,11 +205,14 @@ class Runner:
     # ---- sampling
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, needs: Needs, banned: Tensor) -> Tensor:
-        """The next token of every row, remembered as the slot's last: [3, B]."""
+        """The next token of every row, remembered as the slot's last: [3, B], with needs.top the rows of
+        `likeliest` below."""
         temperature_B, top_p_B, min_p_B = self.options_S3[slots_B].T.contiguous()
         keys_B, positions_B = self.key_S[slots_B], self.position_S[slots_B]
         controls = Controls(keys_B, positions_B, temperature_B, top_p_B, min_p_B, needs)
         chosen = choose(logits_BV, controls, banned)
+        if needs.top:
+            chosen = torch.cat([chosen, likeliest(logits_BV)])
         self.last_S[slots_B] = chosen[0].long()
         self.position_S[slots_B] += 1
         return chosen
@@ -285,6 +288,7 @@ def needs_of(samples: Sequence[Sample]) -> Needs:
         top_p=any(params.top_p < 1 for params in every),
         min_p=any(params.min_p > 0 for params in every),
         logprobs=any(params.logprobs for params in every),
+        top=any(params.top_logprobs for params in every),
     )
 
 

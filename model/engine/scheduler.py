@@ -543,9 +543,10 @@ class Scheduler:
 
     def accept(self, samples: Sequence[Sample], chosen_K3N: np.ndarray, fed: bool) -> None:
         """The next tokens of every sample, what comes after its end left out: ids, log-probabilities as drawn
-        and at temperature 1. fed: each token was chosen after feeding the one before it."""
+        and at temperature 1, and the likeliest where somebody asks for them. fed: each token was chosen after
+        feeding the one before it."""
         ids_NK, drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in range(3))
-        for sample, ids, drawn, plain in zip(samples, ids_NK, drawn_NK, plain_NK):
+        for column, (sample, ids, drawn, plain) in enumerate(zip(samples, ids_NK, drawn_NK, plain_NK)):
             request, stream, text = sample.parent.request, sample.stream, ""
             reason: FinishReason | None = None
             # At most the tokens it may still get, up to the first that stops it.
@@ -582,6 +583,9 @@ class Scheduler:
             tokens: tuple[Token, ...] = ()
             if request.pieces:
                 tokens = tuple(map(Token, ids, drawn, plain, versions))
+            if tokens and request.params.top_logprobs:
+                tops = tops_of(chosen_K3N[:count, 3:, column], request.params.top_logprobs)
+                tokens = tuple(token._replace(top=top) for token, top in zip(tokens, tops))
             if reason is not None:
                 self.finish(sample, reason, text, tokens)
             elif request.pieces:
@@ -644,3 +648,12 @@ class Scheduler:
             prefix_evictions=self.prefix.evictions,
         )
         return stats
+
+
+def tops_of(rows_KR: np.ndarray, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """For each of K tokens the first `count` of its likeliest, from the rows of `requests.likeliest`."""
+    ids_KR, values_KR = np.split(rows_KR, 2, axis=1)
+    tops = []
+    for ids, values in zip(ids_KR[:, :count], values_KR[:, :count]):
+        tops.append(tuple(zip(map(int, ids), map(float, values))))
+    return tops

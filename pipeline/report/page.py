@@ -158,14 +158,20 @@ def image_source(folder: Path, image: Any) -> str | None:
         return None
     if image.startswith("data:image/"):
         return image
+    path = file_inside(folder, image)
+    if path is None:
+        return None
+    return data_uri(path.read_bytes(), "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png")
+
+
+def file_inside(folder: Path, name: str) -> Path | None:
+    """The file of that relative path; None when it is missing or outside `folder`."""
     try:
         # Links are followed before it is asked where the file lies.
-        path = (folder / image).resolve()
-        inside = path.is_relative_to(folder.resolve()) and path.is_file()
+        path = (folder / name).resolve()
+        return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
     except (OSError, ValueError):  # a null character, half a character, a name of 5,000
         return None
-    form = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
-    return data_uri(path.read_bytes(), form) if inside else None
 
 
 # ---- Pages.

@@ -4,6 +4,7 @@
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none \\
         python my_client.py
 
+    GET  /  a page to talk to the model (playground.html)
     GET  /health  /v1/models  /v1/models/{name}  /stats
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
 
@@ -18,10 +19,9 @@ slow, 413 too large, 429 the line is full, 503 busy or stopping. There are no CO
 import asyncio
 import os
 import secrets
-import signal
-import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,8 @@ try:
 except ImportError as error:
     raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
 
-from earlyfusion.pipeline.serve.front import ACCEPTED, QUEUED, Front, guarded, is_loopback
+from earlyfusion.pipeline.serve.front import ACCEPTED, Front, guarded, is_loopback
+from earlyfusion.pipeline.serve.listen import Listener, page, run_server
 from earlyfusion.pipeline.serve.prepare import Preparer, Setup
 from earlyfusion.pipeline.serve.protocol import (
     Answer,
@@ -207,6 +208,7 @@ class Service:
             n=body.n,
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs(body),
+            top_logprobs=body.top_logprobs,
         )
 
     async def text_prompt(self, prompt: str | list[int]) -> TokenPrompt:
@@ -255,6 +257,7 @@ async def pieces(answer: Answer, first: Event, events: AsyncGenerator[Event, Non
 def create_app(service: Service, options: ServeOptions) -> Front:
     """The application for one model. A server that others cannot reach serves loopback names alone."""
     routes = [
+        Route("/", page(Path(__file__).with_name("playground.html"))),
         Route("/health", service.health),
         Route("/stats", service.stats),
         Route("/v1/models", service.models),
@@ -276,25 +279,13 @@ def create_app(service: Service, options: ServeOptions) -> Front:
 # ---- The verb.
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server that says where it listens, takes no new request once it is told to stop, and ends
-    with code 0."""
+class Server(Listener):
+    """A listener that takes no new request once it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
-        super().__init__(config)
+        form = f"serving {service.name} ({service.template} form) on "
+        super().__init__(config, form, "/v1, a page to talk to it on /", self._refuse)
         self.service, self.grace = service, grace
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets=sockets)
-        for server in getattr(self, "servers", []):
-            for bound in server.sockets:
-                # uvicorn's backlog is also what it accepts in one turn; the kernel may keep more.
-                with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
-                    same.listen(QUEUED)
-                host, port = bound.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                form = f"{self.service.name} ({self.service.template} form)"
-                print(f"serving {form} on http://{shown}:{port}/v1", flush=True)
 
     async def shutdown(self, sockets: Any = None) -> None:
         # Streams still open at the end of the grace get an error
@@ -306,11 +297,8 @@ class Server(uvicorn.Server):
         self.service.preparer.close()
         self.service.worker.cut("the server stopped before this answer was complete")
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        # Without uvicorn's, which raises the signal again at the end.
-        self.force_exit = not self.service.worker.accepting and sig == signal.SIGINT  # asked a second time
+    def _refuse(self) -> None:
         self.service.worker.accepting = False
-        self.should_exit = True
 
 
 @verb
@@ -334,14 +322,8 @@ def serve(options: ServeOptions) -> int:
     )
     server = Server(config, service, options.grace)
     try:
-        server.run()
-    except (KeyboardInterrupt, SystemExit):  # uvicorn leaves this way when it cannot listen
-        pass
+        run_server(server)
     finally:
         service.preparer.close()
         service.worker.stop()
-    # uvicorn only logs why, and its log is off.
-    if not server.started:
-        place = f"{options.host}:{options.port}"
-        raise UserError(f"could not listen on {place}; is the port in use? try --port 0")
     return EXIT_OK

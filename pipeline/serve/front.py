@@ -13,8 +13,8 @@ Requests (`Front`):
 
     Host     on a loopback address only loopback names are served: a page that a browser got from elsewhere
              reaches this machine under its own name (DNS rebinding)
-    key      every route but /health
-    number   over `most` requests at a time: 503, but /health is answered
+    key      every route but /health and the page at /, which asks for the key itself
+    number   over `most` requests at a time: 503, but /health and / are answered
     body     cut while it arrives: larger than `limits.body`, slower than RATE, more than all bodies together
              may hold, more JSON values than a request needs
     leaving  a caller who hangs up ends the work, whatever it is
@@ -46,9 +46,8 @@ HEAD_S, WRITE_S = 10.0, 60.0
 YOUNG_S, SPARE = 0.5, 512
 """A connection younger than this stays, as long as no more than SPARE are open beyond the limit: its head may
 be on the way."""
-ACCEPTED, QUEUED = 128, 2048
-"""Connections accepted in one turn of the event loop (fewer than SPARE), and those that the kernel keeps
-until then."""
+ACCEPTED = 128
+"""Connections accepted in one turn of the event loop (fewer than SPARE)."""
 SLICE = 4096
 """Bytes that are parsed between two looks at what they held."""
 OVERHEAD = 16384
@@ -286,8 +285,8 @@ class Front:
         if self.hosts is not None and host and host not in self.hosts and not is_loopback(host):
             text = f"host {host!r} is not served here (--allow-host)"
             raise Refused(text, status=403, code="host_not_allowed")
-        # Whoever watches the server has no key, and asks when it is busy.
-        if scope["path"] == "/health":
+        # Whoever watches the server has no key, and asks when it is busy; the page itself holds no secret.
+        if scope["path"] in ("/health", "/"):
             return
 
         # The time of a comparison tells nothing of the key.

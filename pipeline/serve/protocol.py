@@ -32,7 +32,7 @@ from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.files import Record
-from earlyfusion.model.engine.requests import Completion, Event
+from earlyfusion.model.engine.requests import TOP, Completion, Event
 
 KEYS, TURNS, PARTS, CALLS = 64, 1024, 1024, 128
 """Most keys of a request, messages, parts of a message's content, and tool calls of a message."""
@@ -40,6 +40,8 @@ STOPS, STOP_CHARACTERS = 4, 256
 """Most stop strings (as OpenAI) and their length: each is looked for in every new token's text."""
 PROMPTS, SAMPLES, SEQUENCES = 64, 16, 128
 """Most prompts of a request, samples of a prompt, and samples in all."""
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens in one place: (id, log-probability)."""
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 
 
@@ -179,8 +181,7 @@ def as_list(given: Any) -> Any:
 
 # Fields that OpenAI knows and this server does not: taken where they change nothing.
 UNSERVED = set(
-    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format"
-    " top_logprobs".split()
+    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format".split()
 )
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, {"type": "text"})
 # Fields that never change an answer.
@@ -210,6 +211,7 @@ class Common(BaseModel):
     """Go on after the end token, up to max_tokens (an extension, as in vLLM)."""
     best_of: Literal[1] | None = None
     logprobs: Any = None
+    top_logprobs: int = Field(0, ge=0, le=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -234,6 +236,8 @@ class ChatRequest(Common):
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=TOP)
+    """So many of the likeliest tokens beside every chosen one; with logprobs"""
 
     def conversation(self, limits: Limits) -> tuple[list[Message], int]:
         """The turns as messages, and how many characters of text they hold; pictures stay encoded.
@@ -340,6 +344,8 @@ class Answer:
         self.base = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self.first = {name: number * body.n for number, name in enumerate(requests)}
         self.done: dict[int, Completion] = {}
+        self.tops: dict[int, list[Top]] = defaultdict(list)
+        """Number of a choice -> the likeliest tokens in the place of each of its tokens"""
         self.streams: dict[int, ChatStream] = defaultdict(lambda: ChatStream(tokenizer))
 
     def take(self, event: Event) -> int:
@@ -347,6 +353,8 @@ class Answer:
         index = self.first[event.request_id] + event.index
         if event.completion is not None:
             self.done[index] = event.completion
+        if self.body.top_logprobs and not self.body.stream:
+            self.tops[index] += [token.top for token in event.tokens]
         return index
 
     def whole(self) -> bytes:
@@ -357,7 +365,8 @@ class Answer:
 
     def choice(self, index: int, done: Completion) -> Record:
         """One sample of a whole answer."""
-        choice = self._common(index, done.ids, done.logprobs1, done)
+        tops = self.tops[index] or [()] * len(done.ids)
+        choice = self._common(index, done.ids, done.logprobs1, tops, done)
         if not self.chat:
             return {**choice, "text": done.text}
         message = {"role": "assistant", "content": done.text, "refusal": None}
@@ -382,7 +391,8 @@ class Answer:
         """An event of the engine as one of the stream: words without markup; calls come whole, with the last
         event of a sample."""
         index, tokens, done = self.take(event), event.tokens, event.completion
-        choice = self._common(index, [t.id for t in tokens], [t.logprob1 for t in tokens], done)
+        ids, values, tops = [t.id for t in tokens], [t.logprob1 for t in tokens], [t.top for t in tokens]
+        choice = self._common(index, ids, values, tops, done)
         delta = {"content": event.text}
         if not self.chat:
             return self.chunk([{**choice, "text": event.text}])
@@ -415,22 +425,28 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in prompts)},
         }
 
-    def _common(self, index: int, ids: list[int], values: list[float], done: Completion | None) -> Record:
-        """What a choice says whatever the endpoint. values: log-probabilities of the ids. done: the sample,
-        where it is complete."""
+    def _common(
+        self, index: int, ids: list[int], values: list[float], tops: list[Top], done: Completion | None
+    ) -> Record:
+        """What a choice says whatever the endpoint. values: log-probabilities of the ids. tops: the likeliest
+        in the place of each. done: the sample, where it is complete."""
         reason = None if done is None else done.finish_reason
         choice = {"index": index, "finish_reason": "stop" if reason == "cancelled" else reason}
         if not wants_logprobs(self.body):
             return {**choice, "logprobs": None}
-        tokens = [self.tokenizer.decode([i]) for i in ids]
         if not self.chat:
+            tokens = [self.tokenizer.decode([i]) for i in ids]
             told = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
             return {**choice, "logprobs": told}
         entries = []
-        for token, value in zip(tokens, values, strict=True):
-            entry = {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            entries.append(entry)
+        for one, value, top in zip(ids, values, tops, strict=True):
+            others = [self._entry(*other) for other in top]
+            entries.append({**self._entry(one, value), "top_logprobs": others})
         return {**choice, "logprobs": {"content": entries}}
+
+    def _entry(self, one: int, value: float) -> Record:
+        token = self.tokenizer.decode([one])
+        return {"token": token, "logprob": value, "bytes": list(token.encode())}
 
 
 CHANNELS = {"content": "content", "thinking": "reasoning_content"}

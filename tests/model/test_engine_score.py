@@ -1,11 +1,14 @@
 """Judging given continuations: what the training forward says, the same bits alone and among others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_cases import (
     TOKENIZER,
     all_returned,
     drain,
+    drawn,
     engine_of,
     joined,
     model,
@@ -14,7 +17,14 @@ from engine_cases import (
     trained_logits,
 )
 
-from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams, ScoreRequest, TokenPrompt
+from earlyfusion.model.engine.requests import (
+    TOP,
+    Request,
+    RequestError,
+    SamplingParams,
+    ScoreRequest,
+    TokenPrompt,
+)
 
 FORMS = pytest.mark.usefixtures("way")
 TOLERANCE = 1.3e-5  # nats; fp32, two orders of summation
@@ -62,6 +72,30 @@ def test_alone_and_among_others_the_bits_are_the_same():
         (alone,) = engine(max_slots=7).score([request])
         assert [score.logprobs for score in alone] == [score.logprobs for score in scores]
         assert [score.likeliest for score in alone] == [score.likeliest for score in scores]
+
+
+@FORMS
+def test_the_likeliest_beside_each_token_are_those_of_the_training_forward():
+    """For who asks; others of the same batch get none, and the same tokens as without."""
+    asking = [drawn(9, seed=n, top_logprobs=count) for n, count in enumerate((3, 0, TOP))]
+    given = [Request(f"r{n}", tokens(5 + n), params) for n, params in enumerate(asking)]
+    serving = engine()
+    for request in given:
+        serving.submit(request)
+    told = {request.id: [] for request in given}
+    for event in drain(serving):
+        told[event.request_id] += event.tokens
+    for request, params in zip(given, asking):
+        ids = [token.id for token in told[request.id]]
+        logits = trained_logits(serving.model, request.prompt, ids).log_softmax(-1)
+        expected = logits.topk(params.top_logprobs)
+        found = torch.tensor([token.top for token in told[request.id]]).reshape(9, params.top_logprobs, 2)
+        torch.testing.assert_close(found[..., 1], expected.values, rtol=0, atol=TOLERANCE)
+        assert (found[..., 0] == expected.indices).float().mean().nan_to_num(1) > 0.9  # but for near ties
+    plain = engine().generate([replace(given[0], params=drawn(9, seed=0))])
+    assert plain[0].ids == [token.id for token in told["r0"]]
+    with pytest.raises(RequestError, match="top_logprobs=1: 0 to 20, with logprobs"):
+        SamplingParams(top_logprobs=1)
 
 
 def test_what_is_shared_is_read_once():

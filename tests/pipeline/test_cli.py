@@ -118,6 +118,10 @@ measure --model embedded:skils --tasks counting
 rollouts
 rollouts NONE
 rollouts FILE
+watch
+watch NONE
+watch FILE --port 0
+watch FILE --port 99999
 long2short
 long2short average NONE NONE --out FILE
 study nosuch

@@ -113,6 +113,21 @@ def test_log_probabilities_are_given_when_asked_for(server):
     )
     content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens and all(entry.logprob <= 0 for entry in content)
+    options = dict(
+        model="model", messages=ask("x"), max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+    )
+    whole = server.client.chat.completions.create(**options).choices[0].logprobs.content
+    pieces = []
+    for chunk in server.client.chat.completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            pieces += choice.logprobs.content if choice.logprobs else []
+    assert pieces == whole and [entry.logprob for entry in whole] == [entry.logprob for entry in content]
+    for entry in whole:
+        values = [other.logprob for other in entry.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert (
+            values[0] == pytest.approx(entry.logprob, abs=1e-5) and entry.top_logprobs[0].token == entry.token
+        )
     assert all(value <= 0 for value in complete(server, logprobs=1).choices[0].logprobs.token_logprobs)
 
 
@@ -143,6 +158,8 @@ REFUSED = """
 {"messages": [{"role": "user", "content": "x"}], "tools": [{}]} | 400 | tools
 {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000000} | 400 | max_tokens
 {"messages": [{"role": "user", "content": "x"}], "n": 1000} | 400 | n:
+{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2} | 400 | with logprobs
+{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21} | 400 | top_logprobs
 {"messages": [{"role": "user", "content": "x"}], "unknown": 1} | 400 | unknown
 {"messages": [{"role": "user", "content": "x"}], "model": "gpt-9"} | 404 | gpt-9
 {"messages": [{"role": "user", "content": [PNG]}]} | 400 | image of
