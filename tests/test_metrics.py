@@ -10,19 +10,21 @@ import pytest
 
 from earlyfusion.data.errors import REASONS
 from earlyfusion.eval.measured import MEANS
+from earlyfusion.eval.rewards import STATUSES
 from earlyfusion.eval.tool_talks import MEASURES
 from earlyfusion.pipeline.config.compose import flatten
 from earlyfusion.pipeline.track import TRACKERS, read_metrics
 from earlyfusion.rl.long2short.dpo import SUMS
-from earlyfusion.rl.rewards import STATUSES
 from earlyfusion.rl.rollouts.tools import COUNTED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 ALWAYS = {"step", "event", "time"}
 PRETRAIN = (
-    "pretrain nano --steps 2 --stages.joint.tokens 512 --stages.joint.length 256 --eval.every 1 --eval.samples 0"
-    " --eval.heldout 2 --eval.limits {easy_vqa=2,bpb=2,counting=2} --eval.tasks ['easy_vqa','bpb','counting']"
+    "pretrain nano --steps 2 --stages.joint.tokens 512 --stages.joint.length 256 --eval.every 1"
+    " --eval.samples 0"
+    " --eval.heldout 2 --eval.limits {easy_vqa=2,bpb=2,counting=2}"
+    " --eval.tasks ['easy_vqa','bpb','counting']"
     " --checkpoint.every 1"
 )
 RL = (
