@@ -51,9 +51,10 @@ def declaration(function: Callable[..., Any]) -> Record:
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
     try:
-        schema = create_model(name, __config__=ConfigDict(extra="forbid"), **fields).model_json_schema()
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
     except PydanticUserError as error:
         raise EnvironmentFault(f"tool {name}: {one_line(error, 200)}") from None
+    schema: Record = model.model_json_schema()
     schema.pop("title", None)
     for field in schema.get("properties", {}).values():
         field.pop("title", None)

@@ -3,8 +3,12 @@
     [[tasks]]
     name = "episode"                      # an episode of a seed, with nothing of its own to ask
     environment = "gymnasium"
-    environment_options = { id = "FrozenLake-v1", actions = ["left", "down", "right", "up"], options = { is_slippery = false } }
     turns = 20
+
+    [tasks.environment_options]
+    id = "FrozenLake-v1"
+    actions = ["left", "down", "right", "up"]
+    options = { is_slippery = false }     # of gymnasium.make
 
 The model sees a frame (render = true), the observation in words (words = true), or both, and the reward of
 its last action. An action is the last name of `actions` in the message, or a number of a Discrete space; for

@@ -8,7 +8,6 @@ shown of an observation is its field `shown` if that is named (a text, or {"imag
 else all of it as JSON. Protocol: openenv-core 0.3, messages reset, step, close.
 """
 
-import asyncio
 import base64
 import io
 import json as json_module
@@ -43,11 +42,12 @@ class OpenEnv(Environment):
             raise EnvironmentFault(f"openenv: url {url!r}; expected http://host:port")
         self.url = url.replace("http", "ws", 1).rstrip("/") + "/ws"
         self.field, self.json, self.shown, self.system = field, json, shown, system
-        self._client, self._socket = client, None
+        self._client = client
+        self._socket: Any = None
 
     async def reset(self, problem: Problem) -> list[Message]:
         """A session of its own, begun with the problem's seed."""
-        self._socket: Any = await self._client.connect(self.url, max_size=MAX_BYTES)
+        self._socket = await self._client.connect(self.url, max_size=MAX_BYTES)
         seed = int(problem.meta.get("seed", 0)) % 2**31
         found = await self._ask("reset", {"seed": seed})
         first = [Message("system", (Text(self.system, 0.0),))] if self.system else []
@@ -74,7 +74,7 @@ class OpenEnv(Environment):
 
     async def _ask(self, kind: str, data: Any) -> Record:
         await self._socket.send(json_module.dumps({"type": kind, "data": data}))
-        answer = json_module.loads(await asyncio.wait_for(self._socket.recv(), None))
+        answer = json_module.loads(await self._socket.recv())
         if answer.get("type") == "error":
             raise DataError(f"openenv {kind}: {str(answer.get('data'))[:200]}")
         found: Record = answer.get("data") or {}

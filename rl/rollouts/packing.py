@@ -173,13 +173,12 @@ def pack(
             grids += prompt.grids
         features.append(first_feature[id(prompt)] + torch.arange(media.numel()))
         # What the environment showed is every answer's own.
-        more, own_grids, places = trajectory.media
-        features.append(known_features + torch.arange(len(places)))
-        known_features += len(places)
+        more, own_grids, pads = trajectory.media
+        features.append(known_features + torch.arange(len(pads)))
+        known_features += len(pads)
         document = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), torch.tensor(tail, dtype=torch.long)])
         whole = torch.cat([*patches, *more]) if patches or more else None
-        positions_of_pads = (*media.tolist(), *places)
-        documents.append(TokenPrompt(document, whole, (*grids, *own_grids), positions_of_pads))
+        documents.append(TokenPrompt(document, whole, (*grids, *own_grids), (*media.tolist(), *pads)))
 
         # The logits at a position choose the next token, hence one place to the left.
         behind = start + int(prompt.ids.shape[0]) - 1
