@@ -66,10 +66,6 @@ class Environment:
         """Take the assistant's message; returns a Step, or (messages, reward or None, done)."""
         raise NotImplementedError
 
-    def last_word(self, message: Message) -> bool:
-        """Whether a message ends the conversation without a step (where `answers`)."""
-        return self.answers and not message.calls
-
     def close(self) -> Any:
         """Give back what the instance holds."""
 
@@ -97,14 +93,21 @@ def known_environment(name: str) -> str:
     return name
 
 
+def factory_of(name: str) -> Factory:
+    """The class of a registered name or a place. Raises EnvironmentFault."""
+    known_environment(name)
+    return ENVIRONMENTS.get(name) or function_at(name, "environment")
+
+
 def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """A new instance. Raises EnvironmentFault for options it does not take."""
-    known_environment(name)
-    made = ENVIRONMENTS.get(name) or function_at(name, "environment")
+    factory = factory_of(name)
+    # Only what the arguments do not fit, not what the constructor raises.
     try:
-        return made(**options)
+        inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise EnvironmentFault(f"environment {name!r} with options {sorted(options)}: {error}") from None
+    return factory(**options)
 
 
 def message_of(value: Any, role: str = "user") -> Message:
@@ -121,9 +124,17 @@ def message_of(value: Any, role: str = "user") -> Message:
     return Message(role, tuple(parts))
 
 
+def content_of(message: Message) -> tuple[str, str, list[bytes]]:
+    """What two messages that say the same have in common: role, text, pixels."""
+    pixels = [part.open().tobytes() for part in message.content if isinstance(part, Image)]
+    return message.role, message.text, pixels
+
+
 def step_of(value: Any) -> Step:
     """What `step` returned as a Step. Raises DataError for anything else."""
     if isinstance(value, Step):
+        if not value.messages and not value.done:
+            raise DataError("step returned no message, but the conversation is not done")
         return value
     if not isinstance(value, tuple) or len(value) != 3:
         told = f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, tuple) else ''}"
@@ -133,7 +144,7 @@ def step_of(value: Any) -> Step:
     number = None if reward is None else float(reward)
     if number is not None and not abs(number) < float("inf"):
         raise DataError(f"step returned the reward {reward}; expected a finite number or None")
-    return Step([message_of(one) for one in listed], number, bool(done))
+    return step_of(Step([message_of(one) for one in listed], number, bool(done)))
 
 
 class Loop:
@@ -147,23 +158,12 @@ class Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
         self._thread.start()
 
-    def call(self, method: Callable[..., Any], *given: Any, timeout_s: float) -> Future[Any]:
-        """What a method returns, coroutine or not. The future raises what it raised, TimeoutError after
-        `timeout_s` seconds."""
-        return self.submit(asyncio.wait_for(self._run(method, given), timeout_s))
+    def submit(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Future[Any]:
+        """A coroutine that runs on the loop; TimeoutError after `timeout_s` seconds."""
+        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
 
-    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """A coroutine that runs on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def step(
-        self, begun: Future[Any], method: Callable[..., Any], *given: Any, timeout_s: float
-    ) -> Any:
-        """What a method returns once `begun` is through. Raises what either raised, TimeoutError."""
-        await asyncio.wrap_future(begun)
-        return await asyncio.wait_for(self._run(method, given), timeout_s)
-
-    async def _run(self, method: Callable[..., Any], given: Sequence[Any]) -> Any:
+    async def run(self, method: Callable[..., Any], *given: Any) -> Any:
+        """What a method returns: a coroutine here, anything else in a thread of its own."""
         if inspect.iscoroutinefunction(method):
             found: Coroutine[Any, Any, Any] = method(*given)
             return await found

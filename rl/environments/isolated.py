@@ -17,12 +17,10 @@ from earlyfusion.rl.environments.base import Environment, make_environment, mess
 
 
 class Isolated(Environment):
-    """The environment `place` with its options, elsewhere. `answers` is asked of an instance here, which is
-    closed at once."""
+    """The environment `place` with its options, elsewhere."""
 
     def __init__(self, place: str, options: Mapping[str, Any]) -> None:
         self.place, self.options = place, dict(options)
-        self.answers = bool(getattr(make_environment(place, options), "answers", False))
         self._pipe: Connection | None = None
         self._process: Any = None
 
@@ -61,7 +59,7 @@ class Isolated(Environment):
 
 def _serve(pipe: Connection, place: str, options: Mapping[str, Any]) -> None:
     """The process: (method, argument) in, (what went wrong or "", result) out."""
-    made = make_environment(place, options)
+    made: Environment | None = None
     loop = asyncio.new_event_loop()
     while True:
         try:
@@ -69,6 +67,8 @@ def _serve(pipe: Connection, place: str, options: Mapping[str, Any]) -> None:
         except (EOFError, KeyboardInterrupt):
             return
         try:
+            # Here, so that what it raises is told.
+            made = make_environment(place, options) if made is None else made
             value = getattr(made, method)(given)
             value = loop.run_until_complete(value) if inspect.isawaitable(value) else value
             value = [message_of(one) for one in value] if method == "reset" else step_of(value)

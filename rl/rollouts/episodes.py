@@ -16,6 +16,7 @@ message, "" where it is no answer, and what the environment paid. Whatever an en
 answer: it has a deadline, and what it raises is counted.
 """
 
+import asyncio
 import queue
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -34,9 +35,19 @@ from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.sample import Segment, Text
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError, one_line
 from earlyfusion.model.engine import requests as engine
 from earlyfusion.model.engine.requests import PausedSample
-from earlyfusion.rl.environments.base import Environment, Loop, make_environment, message_of, step_of
+from earlyfusion.rl.environments.base import (
+    Environment,
+    EnvironmentFault,
+    Loop,
+    content_of,
+    factory_of,
+    make_environment,
+    message_of,
+    step_of,
+)
 from earlyfusion.rl.environments.isolated import Isolated
 from earlyfusion.rl.environments.python import Programs, PythonTool
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
@@ -75,6 +86,13 @@ def budget_of(rollout: RolloutSection, entry: TaskEntry, tokens: int) -> Budget:
     return Budget(entry.turns or rollout.tool_turns, tokens, entry.reply_tokens or rollout.tool_output_tokens)
 
 
+class Begun(NamedTuple):
+    """An environment of one answer, and what it began with."""
+
+    made: Environment
+    messages: list[Message]
+
+
 class Environments:
     """Makes the environments of a run and runs them beside the engine; `counts` is what became of them.
 
@@ -94,11 +112,13 @@ class Environments:
                 if entry.place == "python" and self.programs is None:
                     self.programs = Programs(rollout.tool_timeout_s, rollout.tool_output_tokens, allow_weaker)
                     self.weaker = self.programs.weaker
-                elif entry.place and entry.place != "python":
-                    self.loop.call(self.make(entry).close, timeout_s=rollout.step_timeout_s).result()
         except BaseException:
             self.close()
             raise
+
+    def answers(self, entry: TaskEntry) -> bool:
+        """Whether the assistant has the last word there."""
+        return bool(getattr(factory_of(str(entry.place)), "answers", False))
 
     def make(self, entry: TaskEntry) -> Environment:
         """A new instance for one answer."""
@@ -108,23 +128,70 @@ class Environments:
             return Isolated(str(entry.place), entry.environment_options)
         return make_environment(str(entry.place), entry.environment_options)
 
-    def begin(self, made: Environment, problem: Problem) -> Future[Any]:
-        """`reset`."""
-        return self.loop.call(made.reset, problem, timeout_s=self.rollout.step_timeout_s)
+    def begin(self, entry: TaskEntry, problem: Problem) -> Future[Begun]:
+        """A new instance that has begun with a problem; the future raises what making it or `reset` raises,
+        TimeoutError."""
+        return self.loop.submit(self._begin(entry, problem), self.rollout.step_timeout_s)
+
+    async def _begin(self, entry: TaskEntry, problem: Problem) -> Begun:
+        # A game may take its time to be made, so it is made beside the engine, too.
+        made = await self.loop.run(self.make, entry)
+        try:
+            return Begun(made, [message_of(one) for one in await self.loop.run(made.reset, problem)])
+        except BaseException:
+            self._close(made)
+            raise
 
     def prompt(self, entry: TaskEntry, problem: Problem) -> list[Message]:
-        """The messages that begin a conversation about a problem; raises what `reset` raises."""
-        made = self.make(entry)
-        try:
-            return [message_of(one) for one in self.begin(made, problem).result()]
-        finally:
-            self.end(made)
+        """The messages that begin a conversation about a problem; raises what `begin` raises."""
+        begun = self.begin(entry, problem)
+        messages = begun.result().messages
+        self.end(begun)
+        return messages
 
-    def end(self, made: Environment) -> None:
-        """Close an instance; nobody waits for it."""
-        close = getattr(made, "close", None)
-        if close is not None:
-            self.loop.call(close, timeout_s=self.rollout.step_timeout_s)
+    def check(self, entry: TaskEntry, problem: Problem) -> None:
+        """Raises EnvironmentFault for an environment that does not begin, or begins with one problem in two
+        ways."""
+        try:
+            first, second = (self.prompt(entry, problem) for _ in range(2))
+        except UserError:
+            raise
+        except Exception as error:  # an environment may raise anything
+            raise EnvironmentFault(
+                f"environment {entry.place!r}: reset raised {type(error).__name__}: {one_line(error, 300)}"
+            ) from error
+        if list(map(content_of, first)) != list(map(content_of, second)):
+            raise EnvironmentFault(
+                f"environment {entry.place!r}: reset began one problem in two ways, but all answers to a"
+                " problem share its beginning; make it a function of the problem (problem.meta['seed'])"
+            )
+        if not first or first[-1].role == "assistant":
+            raise EnvironmentFault(
+                f"environment {entry.place!r}: reset must end with a message that is not the assistant's"
+            )
+
+    def step(self, begun: Future[Begun], message: Message) -> Future[Any]:
+        """The environment's step, once it has begun; the future raises what either raises."""
+        return self.loop.submit(self._step(begun, message), None)
+
+    async def _step(self, begun: Future[Begun], message: Message) -> Any:
+        made = (await asyncio.wrap_future(begun)).made
+        return await asyncio.wait_for(self.loop.run(made.step, message), self.rollout.step_timeout_s)
+
+    def end(self, begun: Future[Begun]) -> None:
+        """Close an instance, as soon as there is one; nobody waits for it."""
+
+        def close(done: Future[Begun]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._close(done.result().made)
+
+        begun.add_done_callback(close)
+
+    def _close(self, made: Environment) -> None:
+        method = getattr(made, "close", None)
+        # Most hold nothing.
+        if method is not None and getattr(type(made), "close", None) is not Environment.close:
+            self.loop.submit(self.loop.run(method), self.rollout.step_timeout_s)
 
     def close(self) -> None:
         """Stop what still runs."""
@@ -137,15 +204,16 @@ class Environments:
 class Episode:
     """One answer on its way: sample `index` of request `name`. parts: what was generated, a turn each; lines:
     the answer as people read it; paid: sum of the environment's rewards, None where it paid nothing yet;
-    begun: its `reset`; left: the state to go on from; answer: set when it has ended."""
+    begun: its environment; last_word: whether the assistant ends the conversation, as with tools; left: the
+    state to go on from; answer: set when it has ended."""
 
     name: str
     index: int
     prompt: engine.Prompt
     budget: Budget
     thinking: bool
-    made: Environment
-    begun: Future[Any]
+    begun: Future[Begun]
+    last_word: bool
     parts: list[engine.Completion] = field(default_factory=list)
     inserted: list[Inserted] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -160,11 +228,6 @@ class Episode:
     def generated(self) -> int:
         """Generated tokens."""
         return sum(len(part.ids) for part in self.parts)
-
-    @property
-    def last_word(self) -> bool:
-        """Whether the assistant ends the conversation, as with tools."""
-        return bool(getattr(self.made, "answers", False))
 
     def say(self, messages: Sequence[Message]) -> None:
         """Note what the environment said."""
@@ -224,9 +287,9 @@ class Episodes:
         self.episodes[name] = []
         for index in range(self.params.n):
             # Every answer has a world of its own; it is made while the model writes.
-            made = self.environments.make(entry)
-            begun = self.environments.begin(made, problem)
-            self.episodes[name].append(Episode(name, index, prompt, budget, entry.thought, made, begun))
+            begun = self.environments.begin(entry, problem)
+            last_word = self.environments.answers(entry)
+            self.episodes[name].append(Episode(name, index, prompt, budget, entry.thought, begun, last_word))
 
     @property
     def waits(self) -> bool:
@@ -278,9 +341,8 @@ class Episodes:
         return False
 
     def _start(self, talk: Episode, message: Message) -> None:
-        """The environment's step, once its `reset` is through."""
-        loop, timeout_s = self.environments.loop, self.environments.rollout.step_timeout_s
-        future = loop.submit(loop.step(talk.begun, talk.made.step, message, timeout_s=timeout_s))
+        """The environment's step."""
+        future = self.environments.step(talk.begun, message)
         self._waiting += 1
         if self.ordered:
             self._running.append((self._step + STEPS, talk, future))
@@ -370,7 +432,7 @@ class Episodes:
         self.environments.counts["answers"] += 1
         self.environments.counts["valid"] += talk.valid
         talk.answer = talk.whole(reason or talk.parts[-1].finish_reason, answer)
-        self.environments.end(talk.made)
+        self.environments.end(talk.begun)
         return True
 
 

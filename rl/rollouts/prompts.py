@@ -240,6 +240,10 @@ class PromptPool:
         if config.has_tools:
             entries = [*self.entries, *config.eval.tasks]
             self.environments = Environments(entries, config.rollout, config.sandbox.allow_weaker)
+            # What can be told now would otherwise cost every answer of the run.
+            for task, entry in zip(self.tasks, self.entries):
+                if entry.environment:
+                    self.environments.check(entry, task.sample(0, "train", entry.difficulty))
 
         # One bin an entry, or one for each problem of its pool.
         self.size = config.rollout.pool
