@@ -186,13 +186,18 @@ class Loop:
         return await waiter
 
     def close(self) -> None:
-        """Stop the loop; what still runs is dropped."""
+        """Stop the loop; what does not end within a second is dropped."""
 
-        def stop() -> None:
-            for one in asyncio.all_tasks(self._loop):
-                one.cancel()
-            self._loop.call_soon(self._loop.stop)
+        async def drain() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            # Closings get a moment, then everything is told to stop.
+            for _ in range(2):
+                if left:
+                    _, left = await asyncio.wait(left, timeout=1.0)
+                for one in left:
+                    one.cancel()
 
         if self._loop.is_running():
-            self._loop.call_soon_threadsafe(stop)
+            asyncio.run_coroutine_threadsafe(drain(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)

@@ -70,7 +70,9 @@ class OpenEnv(Environment):
     async def close(self) -> None:
         """End the session."""
         if self._socket is not None:
-            await self._socket.close()
+            # The server hangs up when it is told; one that finds the line dead logs an error.
+            await self._socket.send(json_module.dumps({"type": "close"}))
+            await self._socket.wait_closed()
 
     async def _ask(self, kind: str, data: Any) -> Record:
         await self._socket.send(json_module.dumps({"type": kind, "data": data}))

@@ -95,32 +95,52 @@ class VerifiersTask(Task):
         return 0.0
 
 
-class _Bridge:
+@lru_cache(maxsize=1)
+def _bridge() -> type[Any]:
     """What `rollout` takes for a client: it hands its prompts to the conversation and waits for the
     answer."""
+    from verifiers import types
+    from verifiers.clients import Client
 
-    def __init__(self) -> None:
-        self.asked: asyncio.Queue[list[Any]] = asyncio.Queue()
-        self.said: asyncio.Queue[Message] = asyncio.Queue()
+    class Bridge(Client):  # type: ignore[misc]
+        """asked: whole conversations, open where the assistant is to speak; said: its messages."""
 
-    async def get_response(self, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
-        """An answer of the assistant, in the package's own type."""
-        from verifiers import types
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+            self.said: asyncio.Queue[Message] = asyncio.Queue()
 
-        await self.asked.put(list(prompt))
-        message = await self.said.get()
-        calls = [
-            types.ToolCall(id=f"call_{i}", name=call.tool, arguments=json.dumps(call.arguments))
-            for i, call in enumerate(message.calls)
-        ]
-        said = types.ResponseMessage(
-            content=message.text,
-            reasoning_content=message.thinking,
-            tool_calls=calls or None,
-            finish_reason="tool_calls" if calls else "stop",
-            is_truncated=False,
-        )
-        return types.Response(id="engine", created=int(time.time()), model=model, message=said)
+        def setup_client(self, config: Any) -> None: ...
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            return tool
+
+        async def to_native_prompt(self, messages: Any) -> tuple[Any, Record]:
+            return messages, {}
+
+        async def get_native_response(self, prompt: Any, model: str, *_: Any, **__: Any) -> Message:
+            await self.asked.put(list(prompt))
+            return await self.said.get()
+
+        async def raise_from_native_response(self, response: Message) -> None: ...
+
+        async def from_native_response(self, response: Message) -> Any:
+            calls = []
+            for i, call in enumerate(response.calls):
+                given = json.dumps(call.arguments)
+                calls.append(types.ToolCall(id=f"call_{i}", name=call.tool, arguments=given))
+            said = types.ResponseMessage(
+                content=response.text,
+                reasoning_content=response.thinking,
+                tool_calls=calls or None,
+                finish_reason="tool_calls" if calls else "stop",
+                is_truncated=False,
+            )
+            return types.Response(id="engine", created=int(time.time()), model="engine", message=said)
+
+        async def close(self) -> None: ...
+
+    return Bridge
 
 
 @environment("verifiers")
@@ -133,12 +153,15 @@ class Verifiers(Environment):
 
     async def reset(self, problem: Problem) -> list[Message]:
         """The environment's prompt, its tools declared before it."""
-        self._bridge = _Bridge()
+        self._bridge = _bridge()()
         row: Record = dict(problem.meta["row"])
         row.setdefault("example_id", problem.meta["seed"])
         self._rollout = asyncio.create_task(self._play(row))
         step = await self._next()
-        tools = [tool if isinstance(tool, dict) else tool.model_dump() for tool in self.made.tool_defs or ()]
+        tools = []
+        for tool in self.made.tool_defs or ():
+            about = plain(tool if isinstance(tool, dict) else tool.model_dump(exclude={"strict"}))
+            tools.append({"type": "function", "function": about})
         return [*([tools_message(tools)] if tools else []), *step.messages]
 
     async def step(self, message: Message) -> Step:

@@ -260,9 +260,7 @@ def test_functions_are_declared_checked_and_answer_with_text_and_pictures(folder
         folder,
         tmp_path / "run",
         say,
-        tasks=[
-            entry("functions", environment_options={"functions": places}, name="counting", reply_tokens=120)
-        ],
+        tasks=[entry("functions", environment_options=options, name="counting", reply_tokens=120)],
         rollout={"prompts": 8, "max_new_tokens": 300},
     )
     groups, counts = collected(made)
