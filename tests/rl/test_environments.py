@@ -1,6 +1,11 @@
 """Environments: what is said reaches the model as in training, what is paid reaches the reward, and what goes
 wrong costs its own answer."""
 
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from environment_cases import frame
@@ -394,3 +399,28 @@ def test_a_label_tells_the_environment():
     assert TaskEntry(name="counting", environment=f"{CASES}:Walk").label == "counting/0/picture/Walk"
     with pytest.raises(EnvironmentFault, match="Nothing"):
         make_environment("gymnasium", {"id": "Nothing-v7"})
+
+
+def test_the_game_of_the_documentation_is_played_as_it_says(folder, tmp_path, monkeypatch):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "post-training.md").read_text()
+    section = page.partition("## Your own tools and environments")[2].partition("\n## ")[0]
+    code, recipe = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("python", "toml"))
+    (tmp_path / "my_games.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = tool_training(
+        folder,
+        tmp_path / "run",
+        lambda name, prompt: [answer("left"), answer("stay"), answer("right")],
+        **tomllib.loads(recipe),
+        rollout={"prompts": 8, "group_size": 4, "max_new_tokens": 100},
+    )
+    groups, counts = collected(made)
+    for group in groups:
+        ball = int(np.random.default_rng(group.problem.meta["seed"]).integers(5))
+        for trajectory in group.trajectories:
+            paddle = 2
+            for word in told(trajectory):
+                paddle = min(4, max(0, paddle + {"left": -1, "stay": 0, "right": 1}[word]))
+            assert trajectory.paid == float(ball == paddle) and len(told(trajectory)) == 3
+    assert {t.paid for group in groups for t in group.trajectories} == {0.0, 1.0}
+    assert counts["tools/turns"] == 96 and not counts.get("tools/failed")
