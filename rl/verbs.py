@@ -4,7 +4,7 @@ A module is imported when its verb is called; the lists of them need no torch.
 """
 
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.verbs import VERBS, Verb
+from earlyfusion.pipeline.verbs import BENCHES, VERBS, Verb
 
 VERBS |= {
     "rl": Verb(
@@ -28,6 +28,10 @@ VERBS |= {
         "earlyfusion.rl.verbs:studies", "studies with control arms: transfer from vision RL to text"
     ),
 }
+
+BENCHES["environments"] = Verb(
+    "earlyfusion.rl.bench:environments", "conversations with slow environments, beside the engine"
+)
 
 # The fourth way, reinforcement learning with a length reward and a lower token limit, is `earlyfusion rl`.
 WAYS = {

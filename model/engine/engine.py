@@ -104,6 +104,7 @@ class Engine:
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
         self.images = ImageMemory(model, image_cache)
+        self.has_experts = bool(moe_layers(model))
 
     # ---- requests
 
@@ -138,7 +139,7 @@ class Engine:
             raise EngineFull(self.max_waiting)
         if request.id in self.scheduler.states:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
-        if request.capture_routing and not moe_layers(self.model):
+        if request.capture_routing and not self.has_experts:
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
         state = new_state(request, self.rules)
         state.borders = self.prefix.borders(len(state.ids))

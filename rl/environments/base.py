@@ -25,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from earlyfusion.data.chat.template import Message
@@ -154,13 +156,30 @@ class Loop:
     """
 
     def __init__(self) -> None:
+        # A deque, for it is filled and emptied by several threads.
+        self._new: deque[tuple[Coroutine[Any, Any, Any], Future[Any]]] = deque()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Future[Any]:
-        """A coroutine that runs on the loop; TimeoutError after `timeout_s` seconds."""
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop)
+        """A coroutine that runs on the loop after the next `flush`; TimeoutError after `timeout_s`
+        seconds."""
+        future: Future[Any] = Future()
+        self._new.append((asyncio.wait_for(work, timeout_s), future))
+        return future
+
+    def flush(self) -> None:
+        """Start what was submitted. All of it at once: every wake of the loop's thread holds up this one."""
+        begun = [self._new.popleft() for _ in range(len(self._new))]
+
+        def start() -> None:
+            for work, future in begun:
+                task = self._loop.create_task(work)
+                task.add_done_callback(partial(_copy, future))
+
+        if begun:
+            self._loop.call_soon_threadsafe(start)
 
     async def run(self, method: Callable[..., Any], *given: Any) -> Any:
         """What a method returns: a coroutine here, anything else in a thread of its own."""
@@ -188,6 +207,8 @@ class Loop:
     def close(self) -> None:
         """Stop the loop; what does not end within a second is dropped."""
 
+        self.flush()
+
         async def drain() -> None:
             left = asyncio.all_tasks() - {asyncio.current_task()}
             # Closings get a moment, then everything is told to stop.
@@ -201,3 +222,13 @@ class Loop:
             asyncio.run_coroutine_threadsafe(drain(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
+
+
+def _copy(future: Future[Any], task: asyncio.Task[Any]) -> None:
+    """What became of a task, for whoever waits outside of the loop."""
+    if task.cancelled():
+        future.cancel()
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())

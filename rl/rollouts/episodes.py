@@ -145,6 +145,7 @@ class Environments:
     def prompt(self, entry: TaskEntry, problem: Problem) -> list[Message]:
         """The messages that begin a conversation about a problem; raises what `begin` raises."""
         begun = self.begin(entry, problem)
+        self.loop.flush()
         messages = begun.result().messages
         self.end(begun)
         return messages
@@ -192,6 +193,7 @@ class Environments:
         # Most hold nothing.
         if method is not None and getattr(type(made), "close", None) is not Environment.close:
             self.loop.submit(self.loop.run(method), self.rollout.step_timeout_s)
+            self.loop.flush()
 
     def close(self) -> None:
         """Stop what still runs."""
@@ -272,7 +274,9 @@ class Episodes:
         vision: VisionConfig,
         params: engine.SamplingParams,
         replay: bool,
+        pieces: bool = True,
     ) -> None:
+        self.pieces = pieces
         self.environments, self.tokenizer, self.vision = environments, tokenizer, vision
         self.params, self.replay, self.ordered = params, replay, environments.rollout.ordered
         self.episodes: dict[str, list[Episode]] = {}
@@ -353,6 +357,7 @@ class Episodes:
         """Called once before every engine step: (next turns of the answers whose time has come, arguments of
         `Engine.submit`; answers that ended instead). idle: the engine has nothing else to do."""
         self._step += 1
+        self.environments.loop.flush()
         found: list[tuple[Episode, Future[Any]]] = []
         if self.ordered:
             # With nothing else to do the steps until the next reply are passed over.
@@ -405,13 +410,17 @@ class Episodes:
             talk.say(step.messages)
             self._end(talk, text, "stop")
             return None
-        replies = fitted(step.messages, self.tokenizer, self.vision, talk.budget.reply_tokens, talk.thinking)
-        if replies is None:
-            counts["over_tokens"] += 1
-            self._end(talk, "", "length")
-            return None
-        talk.say(replies)
+        limit, replies = talk.budget.reply_tokens, step.messages
         turn = reply_of(replies, self.tokenizer, self.vision, talk.thinking)
+        if len(turn) - 1 > limit:
+            cut_ones = fitted(replies, self.tokenizer, self.vision, limit, talk.thinking)
+            if cut_ones is None:
+                counts["over_tokens"] += 1
+                self._end(talk, "", "length")
+                return None
+            replies = cut_ones
+            turn = reply_of(replies, self.tokenizer, self.vision, talk.thinking)
+        talk.say(replies)
         talk.inserted.append(
             Inserted(
                 talk.generated,
@@ -426,7 +435,14 @@ class Episodes:
         name = f"{talk.name}#{talk.index}.{talk.turns}"
         self._by_request[name] = talk
         params = replace(self.params, n=1, max_new_tokens=talk.budget.tokens - talk.generated)
-        return engine.Request(name, document_of(talk.whole("stop", "")), params, self.replay, keep_state=True)
+        return engine.Request(
+            name,
+            document_of(talk.whole("stop", "")),
+            params,
+            self.replay,
+            pieces=self.pieces,
+            keep_state=True,
+        )
 
     def _end(self, talk: Episode, answer: str, reason: engine.FinishReason | None = None) -> bool:
         self.environments.counts["answers"] += 1

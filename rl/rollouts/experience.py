@@ -185,11 +185,12 @@ class _Batch:
             logprobs=True,
             n=rollout.group_size,
         )
+        # Telling every token costs the engine time, so only those ask for it who look.
+        self.watched = config.watched
         self.tools: Episodes | None = None
         if pool.environments is not None:
-            self.tools = Episodes(pool.environments, pool.tokenizer, pool.vision, self.params, self.replay)
-        # Telling every token costs the engine time, so only those ask for it who look.
-        self.watched = config.watched or self.tools is not None
+            given = (pool.tokenizer, pool.vision, self.params, self.replay, self.watched)
+            self.tools = Episodes(pool.environments, *given)
         self.queue: deque[tuple[str, Prompt]] = deque()
         self.turns: deque[Turn] = deque()
         self.prompts: dict[str, Prompt] = {}
