@@ -2,9 +2,9 @@
 
 Many conversations of a few turns at once, each with a scripted environment that takes its time; the model is
 `nano` with random weights, made to end its messages after some thirty tokens. Replies that join as soon as
-they are there (rollout.ordered = false) beside replies after a fixed number of engine steps. busy: of the time in which there
-was a request for the engine, the share that was spent inside it (its steps, and taking requests); the rest is
-what happens in between.
+they are there (rollout.ordered = false) beside replies after a fixed number of engine steps. busy: of the
+time in which there was a request for the engine, the share that was spent inside it (its steps, and taking
+requests); the rest is what happens in between.
 """
 
 import asyncio

@@ -195,6 +195,7 @@ class Reinforcement:
         self.update, self.seconds, self.begun = 0, 0.0, False
         self.budgets: dict[int, float] = {}
         self.latest: Experience | None = None
+        self.faults_told: set[str] = set()
         if start is not None:
             self.restore(start)
 
@@ -295,6 +296,7 @@ class Reinforcement:
             start = time.perf_counter()
             judged = score(self.rewards, collected)
             score_s += time.perf_counter() - start
+            self.tell_faults(judged)
             # Groups that are replaced below were tried as well, so the curriculum hears of every round.
             self.count_solved(experience(config, collected, judged, update, self.budgets))
             groups, scored = groups + collected, scored + judged
@@ -394,6 +396,17 @@ class Reinforcement:
             message = f"{done.verdict.action}: {done.verdict.reason}"
             self.tracker.event(self.update, "note", message=message)
         return done
+
+    def tell_faults(self, judged: Sequence[Scored]) -> None:
+        """Say what went wrong with rewards, the first time for each kind of fault: a count alone tells nobody
+        what to mend."""
+        faults = Counter(one.status for one in judged if one.status != "ok")
+        for status, count in faults.items():
+            if status not in self.faults_told:
+                self.faults_told.add(status)
+                first = next(one.detail for one in judged if one.status == status)
+                message = f"reward {status} for {count} of {len(judged)} answers, the first: {first}"
+                self.tracker.event(self.update, "note", message=message)
 
     def find_budgets(self) -> None:
         """Toggle's budgets, once, from answers of the policy it starts from."""

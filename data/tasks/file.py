@@ -143,7 +143,7 @@ def target_of(check: str, gold: Any, problem_target: Any) -> str:
 
 def verdict(problem: Problem, text: str) -> float:
     """What a response earns by its problem's own check, in [0, 1] but for functions of one's own."""
-    check, gold = problem.meta["check"], problem.answer
+    check, gold = problem.meta["check"], problem.meta["gold"]
     if ":" in check:
         return float(function_at(check, "check")(problem, text))
     if check == "json_schema":
@@ -420,11 +420,11 @@ class FileTask(Task):
             question=messages[-1].text,
             picture=None,
             description="",
-            answer=gold,
+            answer=answer,
             target=target_of(check, gold, row.get("target")),
             combination=where,
             category=str(row.get("category") or ""),
-            meta={"check": check, "choices": choices},
+            meta={"check": check, "gold": gold, "choices": choices},
             task=self.name,
             key=f"{self.name}/{split}/0/{place}",
             messages=tuple(messages),

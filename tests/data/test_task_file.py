@@ -100,7 +100,7 @@ def test_rows_of_every_usual_form_are_one_question(tmp_path):
         _, problem = only(tmp_path, row)
         shown, text = problem.chat()[-1].content
         assert isinstance(shown, Picture) and shown.open().getpixel((0, 0)) == (255, 0, 0)
-        assert (text.text, problem.answer, problem.target) == ("colour?", ["red"], "red")
+        assert (text.text, problem.answer, problem.target) == ("colour?", "red", "red")
         assert [type(part) for part in problem.prompt()] == [Picture, Text]
         assert problem.image.size == (20, 10)
 

@@ -1,6 +1,7 @@
 """The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over
 processes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_run import assert_same, numbers, weights
 
 from earlyfusion.eval.rewards import Scored, Weighed
 from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.rollouts.experience import CHECK_EVERY, experience
 from earlyfusion.rl.rollouts.prompts import success_rates
 
@@ -171,6 +173,8 @@ def test_a_reward_that_raises_costs_its_answers_and_a_count_not_the_run(folder, 
     assert record["score"] == 0 and record["rewards/error"] == round(16 * (1 - record["cut"])) > 0, (
         "cut ones are not judged"
     )
+    (note,) = read_metrics(tmp_path / "run" / "metrics.jsonl", "note")
+    assert re.fullmatch(r"reward error for \d+ of 16 answers, the first: .*no reward today", note["message"])
 
 
 def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path):
