@@ -123,14 +123,14 @@ class ModelConfig(BaseModel):
         if self.num_experts and self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts};"
-                " lower it"
+                f" nearest: {self._nearest_experts()}"
             )
         # The rule looks at the (k+1)-th score, which there must be.
         if self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
             raise ValueError(
                 f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below"
-                f" num_experts ({self.num_experts}); use router_balance='none' when every expert is always"
-                " chosen"
+                f" num_experts ({self.num_experts}); nearest: {self._nearest_experts()}, or"
+                " router_balance='none' when every expert is always chosen"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
@@ -139,6 +139,13 @@ class ModelConfig(BaseModel):
                     f"set {name} from the tokenizer or raise vocab_size"
                 )
         return self
+
+    def _nearest_experts(self) -> str:
+        """The nearest numbers of experts that go together, for an error."""
+        spare = 1 if self.router_balance == "quantile" else 0
+        fewer, more = self.num_experts - spare, self.num_experts_per_token + spare
+        lower = f"num_experts_per_token={fewer} or " if fewer else ""
+        return f"{lower}num_experts={more}"
 
     def plan(self) -> tuple[LayerKind, ...]:
         """Token mixer of every layer, first to last: "kda" or "mla"."""

@@ -23,8 +23,10 @@ from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sources.base import KINDS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.config import ModelConfig
 from earlyfusion.pipeline.config.compose import compose
-from earlyfusion.pipeline.config.schema import model_in
+from earlyfusion.pipeline.config.schema import READ_BEFORE, model_in
+from earlyfusion.vision.config import VisionConfig
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Of every command (click's context settings)."""
@@ -204,6 +206,9 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
         inner, is_list = model_in(info.annotation)
         # A section is told by its keys, a list of sections by those of one item.
         if inner is not None:
+            # By the type too: a chat recipe's or a reward's `model` has no size of its own.
+            if inner in (ModelConfig, VisionConfig):
+                rows += [(f"{key}.{extra}", *about) for extra, about in READ_BEFORE[name].items()]
             rows += describe(inner, f"{key}.<i>" if is_list else key)
             continue
 
