@@ -58,8 +58,8 @@ class RunSection(Section):
 
 class TokenizerSection(Section):
     path: str | None = None
-    """A Hugging Face tokenizer directory or tokenizer.json; None trains a byte-level BPE on the embedded
-    corpus."""
+    """Your tokenizer: a file that `tokenizers` saved (tokenizer.json) or a directory that holds one; special
+    tokens that it lacks are added. None trains a byte-level BPE on the embedded corpus."""
     vocab_size: PositiveInt = 4096
     """Size of the vocabulary to train, special tokens included; ignored when `path` is given."""
 
