@@ -217,20 +217,20 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
         shown = "null" if default is None else repr(default)
         if default is PydanticUndefined:
             shown = "required"
-        rows.append((key, _type_name(info.annotation), shown, " ".join((info.description or "").split())))
+        rows.append((key, type_name(info.annotation), shown, " ".join((info.description or "").split())))
     return rows
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """int, float | null, stop|skip|rollback, list[str]."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):
         return "null"
     if origin is typing.Annotated:
-        return _type_name(args[0])
+        return type_name(args[0])
     if origin is typing.Literal:
         return "|".join(str(arg) for arg in args)
-    names = ["..." if arg is Ellipsis else _type_name(arg) for arg in args]
+    names = ["..." if arg is Ellipsis else type_name(arg) for arg in args]
     if origin in (typing.Union, types.UnionType):
         return " | ".join(names)
     if origin is not None:
