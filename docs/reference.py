@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from earlyfusion.data.sources.base import KINDS
-from earlyfusion.pipeline.cli import VERBS, load
+from earlyfusion.pipeline.cli import VERBS
 from earlyfusion.pipeline.cli import _command as command
 from earlyfusion.pipeline.config.arguments import describe, type_name
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
