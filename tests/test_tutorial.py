@@ -1,4 +1,4 @@
-"""docs/tutorial.md as a reader follows it: its blocks in their order, in one folder; trainings are two steps."""
+"""docs/tutorial.md as a reader follows it: its blocks in order, in one folder; trainings are two steps."""
 
 import base64
 import json
