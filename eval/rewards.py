@@ -12,6 +12,7 @@ response):
     response      the text of the answer
     messages      the conversation, from the prompt to the answer, tools and environments included
     ids           the generated tokens
+    reward        what the environment paid, None without one that pays
     group         the Responses to one prompt that ended by themselves; then a list of numbers is returned
 
     def brief(problem, response): return 1.0 if len(response) < 40 else 0.0
@@ -54,7 +55,7 @@ RewardFunction = Callable[..., Any]
 Isolation = Literal["inline", "process"]
 # From well to worst; metrics.jsonl counts all but the first.
 STATUSES = ("ok", "outside", "invalid", "error", "timeout", "died")
-SEEN = ("problem", "response", "messages", "ids", "group")
+SEEN = ("problem", "response", "messages", "ids", "reward", "group")
 """What a function may ask for."""
 START_S = 120.0
 """Most a worker process may take to import its reward."""
@@ -74,6 +75,7 @@ class Response:
     text: str
     messages: tuple[Message, ...] = ()
     ids: tuple[int, ...] = ()
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,15 @@ class Weighed:
 
 
 class TaskReward:
-    """The reward of each problem's own task. Raises KeyError (a counted error) for a problem of another
-    task."""
+    """The reward of each problem's own task, or of its environment. Raises KeyError (a counted error) for a
+    problem of another task."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.name: task for task in tasks}
 
-    def __call__(self, problem: Problem, response: str) -> float:
-        return self.tasks[problem.task].reward(problem, response)
+    def __call__(self, problem: Problem, response: str, reward: float | None = None) -> float:
+        # An environment that pays knows better than the last message.
+        return self.tasks[problem.task].reward(problem, response) if reward is None else reward
 
 
 class RandomReward:

@@ -27,6 +27,7 @@ shown.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,7 @@ from earlyfusion.eval.measure import (
     token_log_probs,
 )
 from earlyfusion.eval.measured import Measured, load_measured, paired, summary, write_measured
+from earlyfusion.eval.rewards import TaskReward
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import engine_for, evaluating
@@ -56,10 +58,10 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry, entry_of
+from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry, entry_of, replies_of
+from earlyfusion.rl.rollouts.episodes import Environments, Episodes
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
-from earlyfusion.rl.rollouts.prompts import encode_prompt, tool_files
-from earlyfusion.rl.rollouts.tools import ToolRollouts, ToolRunner
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
 
@@ -88,7 +90,7 @@ def measure_heldout(
 
 def by_way(entries: Sequence[TaskEntry]) -> tuple[list[TaskEntry], list[TaskEntry]]:
     """Those that are answered at once, and those that are answered with tools."""
-    plain, tools = ([entry for entry in entries if entry.tools is tooled] for tooled in (False, True))
+    plain, tools = ([entry for entry in entries if bool(entry.place) is tooled] for tooled in (False, True))
     return plain, tools
 
 
@@ -122,33 +124,32 @@ def measure_tools(
     of the entries. rollout: its limits of turns, tokens and programs hold. The rest as in eval.measure.ask.
     Raises SandboxError where no sandbox can be started, DataError for numbers out of range."""
     limit = rollout.max_new_tokens
-    # The same problems as without tools: they are drawn by the entry alone.
-    every: list[Question] = []
-    for entry in entries:
-        asks = (entry, tokenizer, model, problems, seed, limit, pictures, encode_prompt)
-        every += questions_of(*asks)
-    # Every process measures its own share; the caller gathers.
-    questions = every[share[0] :: share[1]]
-    if not questions:
-        return []
-
-    runner = ToolRunner(rollout, allow_weaker)
+    environments = Environments(entries, rollout, allow_weaker)
     try:
+        encode = partial(encode_prompt, environments=environments)
+        # The same problems as without tools: they are drawn by the entry alone.
+        every: list[Question] = []
+        for entry in entries:
+            every += questions_of(entry, tokenizer, model, problems, seed, limit, pictures, encode)
+        # Every process measures its own share; the caller gathers.
+        questions = every[share[0] :: share[1]]
+        if not questions:
+            return []
         with evaluating(model):
             # One conversation with the long limit holds the short one as its beginning.
             longer = rollout.model_copy(update={"max_new_tokens": LONGER * limit})
             params = SamplingParams(longer.max_new_tokens, 0.0, logprobs=True)
-            greedy = play(model, tokenizer, questions, longer, runner, params, slots)
+            greedy = play(model, tokenizer, questions, longer, environments, params, slots)
             drawn: list[list[Trajectory]] = [[] for _ in questions]
             if samples:
                 params = SamplingParams(limit, temperature, logprobs=True, n=samples)
-                drawn = play(model, tokenizer, questions, rollout, runner, params, max(slots, samples))
+                drawn = play(model, tokenizer, questions, rollout, environments, params, max(slots, samples))
             records = []
             for question, answers, more in zip(questions, greedy, drawn):
-                records.append(record(model, question, answers[0], more, limit, runner.weaker))
+                records.append(record(model, question, answers[0], more, limit, environments.weaker))
             return records
     finally:
-        runner.close()
+        environments.close()
 
 
 def play(
@@ -156,20 +157,22 @@ def play(
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     rollout: RolloutSection,
-    runner: ToolRunner,
+    environments: Environments,
     params: SamplingParams,
     slots: int,
 ) -> list[list[Trajectory]]:
     """`params.n` answers to every question, all side by side."""
     # A conversation grows by what programs print, which the limit of new tokens does not count.
-    behind = rollout.max_new_tokens + rollout.tool_turns * rollout.tool_output_tokens
+    replies = [replies_of(rollout, question.entry) for question in questions]  # type: ignore[arg-type]
+    behind = rollout.max_new_tokens + max(replies)
     prompts = [question.prompt for question in questions for _ in range(params.n + 1)]
     engine = engine_for(model, tokenizer, prompts, behind, slots)
 
-    tools = ToolRollouts(rollout, runner, tokenizer, model.config.vision, params, replay=False)
+    tools = Episodes(environments, tokenizer, model.config.vision, params, replay=False)
     names = [f"{question.label}|{question.problem.key}" for question in questions]
     for name, question in zip(names, questions):
-        tools.open(name, question.prompt, tool_files(question.problem, question.entry.form))
+        entry: TaskEntry = question.entry  # type: ignore[assignment]
+        tools.open(name, question.prompt, question.problem, entry, rollout.max_new_tokens)
         engine.submit(Request(name, question.prompt, params, keep_state=True))
 
     while engine.has_work or tools.waits:
@@ -192,7 +195,8 @@ def record(
     """The measurement of one question."""
     text, ended_4x = answer.completion.text, answer.ended
     ended = ended_4x and len(answer.ids) <= limit
-    longer, *drawn = [question.task.reward(question.problem, one.answer) for one in (answer, *sampled)]
+    paid = TaskReward([question.task])
+    longer, *drawn = [paid(question.problem, one.answer, one.paid) for one in (answer, *sampled)]
 
     # What the model thought of its own tokens; those of the programs' answers are not judged.
     logp = entropy = torch.zeros(0)

@@ -46,6 +46,7 @@ from earlyfusion.pipeline.config.schema import (
     Section,
     TrackSection,
 )
+from earlyfusion.rl.environments import base as environments
 from earlyfusion.rl.objectives.length import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
 from earlyfusion.rl.objectives.losses import CorrectionConfig, ObjectiveConfig, StaleConfig
 
@@ -127,6 +128,17 @@ class TaskEntry(Section):
     tools: bool = False
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture
     as a file."""
+    environment: str | None = None
+    """What answers the model, turn by turn (rl/environments): functions, gymnasium, openenv, verifiers, or
+    package.module:Class of your own."""
+    environment_options: dict[str, Any] = {}
+    """Its options."""
+    isolated: bool = False
+    """Run it in a process for each answer, for code that may hang or die."""
+    turns: PositiveInt | None = None
+    """Most replies of the tool or environment; rollout.tool_turns if not given."""
+    reply_tokens: PositiveInt | None = None
+    """Most tokens of a reply, pictures included; rollout.tool_output_tokens if not given."""
     # Shaping belongs to the entry: a task that pays partial credit stands beside one that does not.
     power: PositiveFloat = 1.0
     """Its rewards are scores to this power, with the sign they had. 1 pays partial credit as it is, which
@@ -147,6 +159,7 @@ class TaskEntry(Section):
         if name == "file":
             name = f"file:{Path(str(self.options.get('path', ''))).name.split('.')[0]}"
         extra = [f"/{way}" for way in ("chat", "thought", "tools") if getattr(self, way)]
+        extra += [f"/{self.environment.rpartition(':')[2]}"] if self.environment else []
         return f"{name}/{self.difficulty}/{self.form}{''.join(extra)}"
 
     @model_validator(mode="after")
@@ -155,9 +168,22 @@ class TaskEntry(Section):
             raise ValueError(
                 "thought and tools together: in the chat form a model thinks in a channel; drop thought"
             )
-        if self.tools and self.chat:
-            raise ValueError("chat and tools together: tools are always asked in the chat form; drop chat")
+        if self.place and self.chat:
+            raise ValueError(
+                "chat with tools or an environment: they are always asked in the chat form; drop chat"
+            )
+        if self.tools and self.environment:
+            raise ValueError("tools and environment together: an answer has one of them; drop one")
+        if self.environment:
+            environments.known_environment(self.environment)
+        elif self.environment_options or self.isolated:
+            raise ValueError("environment_options and isolated are for an environment; name one")
         return self
+
+    @property
+    def place(self) -> str | None:
+        """The environment's name; None for an answer of one message."""
+        return "python" if self.tools else self.environment
 
 
 class RolloutSection(Section):
@@ -203,6 +229,11 @@ class RolloutSection(Section):
     tool_timeout_s: PositiveFloat = 5.0
     """Seconds of CPU time after which a program is stopped; by the clock, which a busy machine slows, twice
     as many."""
+    step_timeout_s: PositiveFloat = 60.0
+    """Seconds by the clock after which a step of an environment is given up, with its answer."""
+    ordered: bool = True
+    """A reply joins the engine a fixed number of engine steps after the message, so that counters repeat
+    whatever the clock does; false: as soon as it is there, for slow environments."""
     resample: NonNegativeInt = 0
     """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new
     ones."""
@@ -327,6 +358,12 @@ class LogSection(Section):
     """Groups in one record."""
 
 
+def replies_of(rollout: RolloutSection, entry: TaskEntry) -> int:
+    """Most tokens that tools or an environment put into an answer."""
+    turns, each = entry.turns or rollout.tool_turns, entry.reply_tokens or rollout.tool_output_tokens
+    return turns * each if entry.place else 0
+
+
 # One section a concept, in the order in which an iteration meets them.
 class RLConfig(Section):
     """A whole run. Build it with `compose.load_config(..., schema=RLConfig)`."""
@@ -376,7 +413,7 @@ class RLConfig(Section):
                 "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction,"
                 " or tools"
             )
-        if self.has_tools and rollout.max_new_tokens < SHORTEST_CALL:
+        if any(entry.tools for entry in self.tasks) and rollout.max_new_tokens < SHORTEST_CALL:
             raise ValueError(
                 f"tasks with tools and rollout.max_new_tokens {rollout.max_new_tokens}: a call alone takes"
                 f" {SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
@@ -450,16 +487,16 @@ class RLConfig(Section):
 
     @property
     def has_tools(self) -> bool:
-        """Whether some prompts are answered with tools."""
-        return any(entry.tools for entry in self.tasks)
+        """Whether some prompts are answered with tools or an environment."""
+        return any(entry.place for entry in self.tasks)
 
     @property
     def longest_answer(self) -> int:
         """Most tokens behind a prompt, with the outputs of tools."""
         rollout = self.rollout
         # The engine holds what tools said beside what was generated.
-        of_tools = rollout.tool_turns * rollout.tool_output_tokens if self.has_tools else 0
-        return rollout.max_new_tokens + of_tools
+        replies = [replies_of(rollout, entry) for entry in (*self.tasks, *self.eval.tasks)]
+        return rollout.max_new_tokens + max(replies)
 
     @property
     def watched(self) -> bool:

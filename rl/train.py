@@ -429,9 +429,9 @@ class Reinforcement:
         shown = self.update == 1 or self.update % config.log.rollouts_every == 0 or last
         if shown and self.latest is not None:
             groups = group_records(config, self.latest, self.update, config.log.groups, self.runtime)
-            runner = self.collector.tool_runner
+            environments = self.prompts.environments
             if self.runtime.is_main:
-                self.rollouts.write(groups, runner.weaker if runner is not None else "")
+                self.rollouts.write(groups, environments.weaker if environments is not None else "")
 
     def measure(self) -> Record:
         """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank

@@ -70,7 +70,7 @@ def watch(
         backlog=ACCEPTED,
         timeout_graceful_shutdown=1,
     )
-    run_server(Listener(config, f"watching {', '.join(map(str, runs))} on "))
+    run_server(Listener(config, f"watching {', '.join(map(str, runs))} on {{}}"))
 
 
 def create_app(folders: list[Path]) -> Front:

@@ -15,7 +15,7 @@ from earlyfusion.eval.tool_talks import MEASURES
 from earlyfusion.pipeline.config.compose import flatten
 from earlyfusion.pipeline.track import TRACKERS, read_metrics
 from earlyfusion.rl.long2short.dpo import SUMS
-from earlyfusion.rl.rollouts.tools import COUNTED
+from earlyfusion.rl.rollouts.episodes import COUNTED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

@@ -164,14 +164,17 @@ def serves(command: list[str], folder: Path, environment: dict[str, str]) -> Non
     """The server says where it listens, names the model as the run, and stops when asked."""
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        address = server.stdout.readline().split()[-1]
-        with urllib.request.urlopen(f"{address}/models", timeout=60) as answer:
-            assert json.load(answer)["data"][0]["id"] == "nano"
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) in (
-            0,
-            -signal.SIGTERM,
-        )  # uvicorn hands the signal on when it has stopped
+        try:
+            address, page = (server.stdout.readline().split()[-1] for _ in range(2))
+            with urllib.request.urlopen(page, timeout=60) as answer:
+                assert answer.headers.get_content_type() == "text/html"
+            with urllib.request.urlopen(f"{address}/models", timeout=60) as answer:
+                assert json.load(answer)["data"][0]["id"] == "nano"
+            server.send_signal(signal.SIGTERM)
+            # uvicorn hands the signal on when it has stopped
+            assert server.wait(timeout=60) in (0, -signal.SIGTERM)
+        finally:
+            server.kill()
 
 
 def test_readme_names_every_extra_once_and_all_holds_them():

@@ -19,6 +19,7 @@ positions, W queries per sequence.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -362,11 +363,17 @@ class ImageMemory:
         """Give features to requests that have pictures still to be read."""
         # A resumed answer has read its pictures; encoding them again would be work for nobody.
         wanted, waiting = [], []
+        merge = self.model.config.vision.merge_kernel_size
         for state in states:
             last = max(state.media_positions, default=-1)
-            if any(sample.slot and sample.length <= last for sample in state.alive):
-                waiting.append(state)
-                wanted += state.pictures
+            lengths = [sample.length for sample in state.alive if sample.slot]
+            if not lengths or min(lengths) > last:
+                continue
+            # Of a conversation that goes on only the new pictures.
+            ends = accumulate(num_tokens(each.grid, merge) for each in state.pictures)
+            unread = [state.media_positions[end - 1] >= min(lengths) for end in ends]
+            waiting.append((state, unread))
+            wanted += list(compress(state.pictures, unread))
         missing = {each.digest: each for each in wanted if each.digest not in self.features}
         self.encoded += len(missing)
         self.hits += len(wanted) - len(missing)
@@ -380,7 +387,6 @@ class ImageMemory:
                 room = self.together
             passes[-1].append(each)
             room -= len(each.patches)
-        merge = self.model.config.vision.merge_kernel_size
         for pictures in passes:
             patches = torch.cat([each.patches for each in pictures])
             grids = [each.grid for each in pictures]
@@ -391,8 +397,10 @@ class ImageMemory:
         # What was just used is kept longest.
         for each in wanted:
             self.features.move_to_end(each.digest)
-        for state in waiting:
-            state.features = torch.cat([self.features[each.digest] for each in state.pictures])
+        for state, unread in waiting:
+            new = torch.cat([self.features[each.digest] for each in compress(state.pictures, unread)])
+            # Rows of pictures that were read, the first ones, are never looked at again.
+            state.features = F.pad(new, (0, 0, len(state.media_positions) - len(new), 0))
         while len(self.features) > self.limit:
             self.features.popitem(last=False)
 

@@ -283,8 +283,8 @@ class Server(Listener):
     """A listener that takes no new request once it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
-        form = f"serving {service.name} ({service.template} form) on "
-        super().__init__(config, form, "/v1, a page to talk to it on /", self._refuse)
+        words = f"serving {service.name} ({service.template} form) on {{}}/v1\na page to talk to it: {{}}/"
+        super().__init__(config, words, self._refuse)
         self.service, self.grace = service, grace
 
     async def shutdown(self, sockets: Any = None) -> None:

@@ -2,7 +2,7 @@
 that says where it listens.
 
     Route("/", page(Path(__file__).with_name("playground.html")))
-    run_server(Listener(uvicorn.Config(app, port=0), "serving on "))
+    run_server(Listener(uvicorn.Config(app, port=0), "serving on {}"))
 """
 
 import base64
@@ -56,18 +56,14 @@ def page(path: Path) -> Callable[[Request], Awaitable[Response]]:
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server that says where it listens and ends with code 0. before, after: the words around the
-    place. on_stop: called when it is told to stop."""
+    """uvicorn's server that says where it listens and ends with code 0. words: what it says, {} standing
+    for http://host:port. on_stop: called when it is told to stop."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        before: str,
-        after: str = "",
-        on_stop: Callable[[], None] = lambda: None,
+        self, config: uvicorn.Config, words: str, on_stop: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(config)
-        self.before, self.after, self.on_stop = before, after, on_stop
+        self.words, self.on_stop = words, on_stop
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets=sockets)
@@ -78,7 +74,7 @@ class Listener(uvicorn.Server):
                     same.listen(QUEUED)
                 host, port = bound.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                print(f"{self.before}http://{shown}:{port}{self.after}", flush=True)
+                print(self.words.replace("{}", f"http://{shown}:{port}"), flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         # Without uvicorn's, which raises the signal again at the end.

@@ -113,7 +113,7 @@ def recipe_of(options: SampleOptions, more: Record) -> RLConfig:
     config: RLConfig = validate(compose([base, asked, more], changes), RLConfig)
     for entry in config.tasks:
         # A conversation with a tool has no text that could be shortened as one.
-        if entry.tools:
+        if entry.place:
             raise UserError(f"{entry.label}: long2short samples answers without tools; leave it out")
     return config
 

@@ -6,7 +6,8 @@ finished. With `rollout.token_cap` a prompt whose unfinished answers, which are 
 written that many tokens in this iteration is paused (k1.5); with `rollout.fraction` all are paused as soon as
 that share is finished (K3). What is paused goes on first in the next iteration, from its state; a prompt is
 trained when its K answers are complete, and every token knows the version of the weights that made it.
-Prompts with tools are answered in several turns (rl/rollouts/tools.py), in the same batches as the others.
+Prompts with tools or environments are answered in several turns (rl/rollouts/episodes.py), in the same
+batches as the others.
 
 Legend: N answers of all groups, one after the other.
 """
@@ -50,9 +51,9 @@ from earlyfusion.rl.objectives.length import (
 )
 from earlyfusion.rl.objectives.losses import advantages, informative
 from earlyfusion.rl.recipe import RewardSection, RLConfig
+from earlyfusion.rl.rollouts.episodes import Episodes, Turn, counted
 from earlyfusion.rl.rollouts.packing import Trajectory
-from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool, tool_files
-from earlyfusion.rl.rollouts.tools import COUNTED, ToolRollouts, ToolRunner, Turn
+from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 CHECK_EVERY = 8
 """Tokens between two checks for a repetition."""
@@ -84,31 +85,28 @@ class Collector:
         self.carried: list[tuple[Prompt, PausedRequest]] = []
         self.spent: dict[str, float] = defaultdict(float)
         self.replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
-        self.tool_runner: ToolRunner | None = None
-        if config.has_tools:
-            self.tool_runner = ToolRunner(config.rollout, config.sandbox.allow_weaker)
 
     def close(self) -> None:
-        """Stop what programs still run."""
-        if self.tool_runner is not None:
-            self.tool_runner.close()
+        """Stop what programs and environments still run."""
+        if self.pool.environments is not None:
+            self.pool.environments.close()
 
     def tool_metrics(self) -> Record:
         """What programs did since the last call, over all processes (every process calls it): "tools/..." by
-        the names of tools.COUNTED, those that are not 0; tools/valid as the share of answers with a valid
+        the names of episodes.COUNTED, those that are not 0; tools/valid as the share of answers with a valid
         call; tools/sandbox, where walls are missing, in words. {} without tools."""
-        if self.tool_runner is None:
+        environments = self.pool.environments
+        if environments is None:
             return {}
         # Every process names the same counters, also those that are 0 here.
-        counts = self.runtime.sum_dict({name: self.tool_runner.counts[name] for name in COUNTED})
-        self.tool_runner.counts.clear()
+        counts = self.runtime.sum_dict(counted(environments))
         counts["valid"] /= max(1.0, counts["answers"])
         metrics: Record = {}
         for name, count in counts.items():
             if count or name in ("answers", "valid", "calls"):
                 metrics[f"tools/{name}"] = count
-        if self.tool_runner.weaker:
-            metrics["tools/sandbox"] = self.tool_runner.weaker
+        if environments.weaker:
+            metrics["tools/sandbox"] = environments.weaker
         return metrics
 
     def due(self, count: int, rank: int) -> int:
@@ -187,11 +185,9 @@ class _Batch:
             logprobs=True,
             n=rollout.group_size,
         )
-        self.tools: ToolRollouts | None = None
-        if collector.tool_runner is not None:
-            self.tools = ToolRollouts(
-                rollout, collector.tool_runner, pool.tokenizer, pool.vision, self.params, self.replay
-            )
+        self.tools: Episodes | None = None
+        if pool.environments is not None:
+            self.tools = Episodes(pool.environments, pool.tokenizer, pool.vision, self.params, self.replay)
         # Telling every token costs the engine time, so only those ask for it who look.
         self.watched = config.watched or self.tools is not None
         self.queue: deque[tuple[str, Prompt]] = deque()
@@ -263,15 +259,16 @@ class _Batch:
                 continue
             name, prompt = self.queue.popleft()
             entry = self.config.tasks[prompt.entry]
-            if self.tools is not None and entry.tools:
-                self.tools.open(name, prompt.encoded, tool_files(prompt.problem, entry.form))
+            if self.tools is not None and entry.place:
+                tokens = answer_limit(self.config, prompt.problem)
+                self.tools.open(name, prompt.encoded, prompt.problem, entry, tokens)
             request = Request(
                 name,
                 prompt.encoded,
                 replace(self.params, max_new_tokens=answer_limit(self.config, prompt.problem)),
                 self.replay,
                 pieces=self.watched,
-                keep_state=entry.tools,
+                keep_state=entry.place is not None,
             )
             self.prompts[name], self.handles[name] = prompt, self.engine.submit(request)
 
@@ -386,7 +383,7 @@ def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
         before = group.prompt.messages if "messages" in rewards.asked or rewards.whole_groups else ()
         for t in ended:
             talk = (*before, *t.messages) if before else ()
-            answers.append(Response(group.problem, t.answer, talk, tuple(t.ids)))
+            answers.append(Response(group.problem, t.answer, talk, tuple(t.ids), t.paid))
     judged = iter(rewards(answers, sizes))
     scored: list[Scored] = []
     for group in groups:

@@ -83,7 +83,11 @@ def _record(config: RLConfig, experience: Experience, update: int, g: int) -> Re
                 "status": experience.scored[n].status,
             }
         )
-    words = [segment.text for segment in prompt_segments(problem, entry) if isinstance(segment, Text)]
+    words = [
+        segment.text
+        for segment in prompt_segments(problem, entry, group.prompt.pool.environments)
+        if isinstance(segment, Text)
+    ]
     picture = None
     if entry.form == "picture":
         picture = problem.image

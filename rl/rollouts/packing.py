@@ -23,6 +23,7 @@ from earlyfusion.model.engine.engine import Engine, Row, pack_prompts
 from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import replaying_routing
+from earlyfusion.vision.patches import Grid
 
 UNKNOWN = -1
 """Routing entry of a token that the engine never fed: the trainer chooses for itself."""
@@ -31,10 +32,13 @@ UNKNOWN = -1
 @dataclass(frozen=True)
 class Inserted:
     """Tokens that somebody else put into an answer, such as a tool's output, behind the first `at` generated
-    ones."""
+    ones, with their pictures: patches, grids, and the places of the placeholders in `ids`."""
 
     at: int
     ids: tuple[int, ...]
+    patches: Tensor | None = None
+    grids: tuple[Grid, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Trajectory:
     The completion holds generated tokens alone, so lengths, log-probabilities, entropies and losses are
     theirs. inserted: what stands between them, in order; it is read and never trained. shown: the whole
     answer as people read it, "" where that is the completion's text. messages: the same as messages, for
-    rewards.
+    rewards. paid: what an environment gave for it, None without one that pays.
     """
 
     prompt: Prompt
@@ -52,6 +56,7 @@ class Trajectory:
     inserted: tuple[Inserted, ...] = ()
     shown: str = ""
     messages: tuple[Message, ...] = ()
+    paid: float | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -74,6 +79,22 @@ class Trajectory:
         """What a reward reads: the completion's text, and "" where it did not end. Paying for the beginning
         of an answer that a limit cut off would reward not stopping."""
         return self.completion.text if self.ended else ""
+
+    @property
+    def media(self) -> tuple[list[Tensor], list[Grid], list[int]]:
+        """The pictures inside the answer: patches, grids, and the places of the placeholders in the whole
+        document."""
+        patches: list[Tensor] = []
+        grids: list[Grid] = []
+        places: list[int] = []
+        begin = int(self.prompt.ids.shape[0])
+        for part in self.inserted:
+            # Behind the prompt stand generated tokens and what was put in before.
+            places += [begin + part.at + place for place in part.places]
+            begin += len(part.ids)
+            grids += part.grids
+            patches += [] if part.patches is None else [part.patches]
+        return patches, grids, places
 
     @property
     def tail(self) -> tuple[list[int], list[bool]]:
@@ -143,14 +164,21 @@ def pack(
         media = torch.as_tensor(prompt.media_positions).long()
 
         # The first answer to a prompt brings its pictures; the others point to their features.
-        patches, grids = None, tuple(prompt.grids)[:0]
+        patches: list[Tensor] = []
+        grids: list[Grid] = []
         if not share_pictures or id(prompt) not in first_feature:
             first_feature[id(prompt)] = known_features
             known_features += media.numel()
-            patches, grids = prompt.patches, tuple(prompt.grids)
+            patches += [] if prompt.patches is None else [prompt.patches]
+            grids += prompt.grids
         features.append(first_feature[id(prompt)] + torch.arange(media.numel()))
+        # What the environment showed is every answer's own.
+        more, own_grids, pads = trajectory.media
+        features.append(known_features + torch.arange(len(pads)))
+        known_features += len(pads)
         document = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), torch.tensor(tail, dtype=torch.long)])
-        documents.append(TokenPrompt(document, patches, grids, tuple(media.tolist())))
+        whole = torch.cat([*patches, *more]) if patches or more else None
+        documents.append(TokenPrompt(document, whole, (*grids, *own_grids), (*media.tolist(), *pads)))
 
         # The logits at a position choose the next token, hence one place to the left.
         behind = start + int(prompt.ids.shape[0]) - 1
@@ -168,11 +196,11 @@ def pack(
     # Routing is replayed for whole rows: one answer without it would shift all others.
     row = pack_prompts(model, documents)
     device = row.ids.device
-    whole = routing and len(routing) == len(documents)
+    replayed = routing and len(routing) == len(documents)
     places = Places(
         torch.cat(positions).to(device),
         torch.tensor(ids, dtype=torch.long, device=device),
-        torch.from_numpy(np.concatenate(routing)) if whole else None,
+        torch.from_numpy(np.concatenate(routing)) if replayed else None,
         torch.cat(features).to(device) if share_pictures else None,
     )
     return row, places

@@ -18,31 +18,28 @@ Legend: P prompts.
 
 from __future__ import annotations
 
-import io
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from PIL import Image as PILImage
 from torch import Tensor
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.sources.zero_vision import SYSTEM
-from earlyfusion.data.synth.panels import render_text
-from earlyfusion.data.tasks.problem import Form, Problem, Task
+from earlyfusion.data.sample import Segment, Text
+from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.tool_tasks import FILE
 from earlyfusion.eval.blind import Shown
 from earlyfusion.eval.measure import plain_prompt, shown_in
 from earlyfusion.kernels.files import Record
+from earlyfusion.rl.environments.questions import tool_messages
 from earlyfusion.rl.recipe import CurriculumConfig, RLConfig, TaskEntry
+from earlyfusion.rl.rollouts.episodes import Environments
 from earlyfusion.vision.config import VisionConfig
 
 # Without it a prompt that failed once would count as unsolvable.
@@ -118,8 +115,6 @@ OBJECTIONS = ("", "too_long", *REASONS)
 """Why a prompt is left out; 0 is none, 1 is its length."""
 TRIES = 50
 """Prompts that are drawn in place of one that is too long."""
-PLAIN_SYSTEM = "Answer with the tool python(code)."
-"""The system message of a prompt with tools that has no picture at all."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +143,7 @@ class Prompt:
     @property
     def messages(self) -> tuple[Message, ...]:
         """What is asked, as messages, for rewards that look at the conversation."""
-        entry = self.pool.entries[self.entry]
-        if entry.tools:
-            return tuple(tool_messages(self.problem, entry.form))
-        return tuple(self.problem.chat(entry.form))
+        return tuple(messages_of(self.problem, self.pool.entries[self.entry], self.pool.environments))
 
     @property
     def ids(self) -> list[int]:
@@ -184,6 +176,7 @@ def encode_prompt(
     tokenizer: Tokenizer,
     vision: VisionConfig,
     shown: Shown = None,
+    environments: Environments | None = None,
 ) -> Encoded:
     """The prompt of a problem as an open document, exactly as in training data of kind "problems"; with tools
     as in that of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to
@@ -191,56 +184,39 @@ def encode_prompt(
 
     shown: what stands in the picture's place, if not the picture (eval/blind.py)."""
     # Exactly the training form: another blank would be another question to a small model.
-    if not entry.tools:
+    if not entry.place:
         return plain_prompt(problem, entry, tokenizer, vision, shown)
-    return encode_chat(
-        shown_in(tool_messages(problem, entry.form), shown), tokenizer, vision, key=problem.key
-    )
+    messages = shown_in(messages_of(problem, entry, environments), shown)
+    return encode_chat(messages, tokenizer, vision, thinking=entry.thought, key=problem.key)
 
 
-def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
+def messages_of(problem: Problem, entry: TaskEntry, environments: Environments | None) -> list[Message]:
+    """The prompt as messages: what the environment begins with, or the problem itself. Raises BadSample for
+    an environment that does not begin."""
+    if entry.place == "python":
+        return tool_messages(problem, entry.form)
+    if entry.place is None:
+        return problem.chat(entry.form)
+    assert environments is not None  # made for every run that has such an entry
+    try:
+        return environments.prompt(entry, problem)
+    except Exception as error:  # an environment may raise anything
+        raise BadSample(
+            f"{entry.label} {problem.key}: {type(error).__name__}: {error}", "unexpected"
+        ) from error
+
+
+def prompt_segments(
+    problem: Problem, entry: TaskEntry, environments: Environments | None = None
+) -> list[Segment]:
     """Text and pictures of a prompt; of the chat form, its messages with an empty line between them."""
-    if not (entry.tools or entry.chat):
+    if not (entry.place or entry.chat):
         return list(problem.prompt(entry.form, entry.thought))
-    messages = tool_messages(problem, entry.form) if entry.tools else problem.chat(entry.form)
+    messages = messages_of(problem, entry, environments)
     segments: list[Segment] = []
     for message in messages:
         segments += [Text("\n\n", 0.0), *message.content] if segments else message.content
     return segments
-
-
-def tool_messages(problem: Problem, form: Form) -> list[Message]:
-    """System message and question of a prompt with tools.
-
-    The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
-    """
-    # A scene told in words still has a picture for the program, which may not look at it alone.
-    if problem.messages:
-        return [Message("system", (Text(SYSTEM if problem.image else PLAIN_SYSTEM, 0.0),)), *problem.messages]
-    picture = tool_picture(problem, form)
-    shown: list[Segment] = []
-    if picture is not None and form != "twin":
-        shown = [Image(picture)]
-    elif problem.description:
-        named = f"The picture {FILE}:\n" if picture is not None else ""
-        shown = [Text(f"{named}{problem.description}\n", 0.0)]
-    system = PLAIN_SYSTEM if picture is None else SYSTEM
-    return [Message("system", (Text(system, 0.0),)), Message("user", (*shown, Text(problem.question, 0.0)))]
-
-
-def tool_picture(problem: Problem, form: Form) -> PILImage.Image | None:
-    """What programs find under the name FILE: the picture as it is shown, or the scene described in words."""
-    return render_text(problem.description) if form == "rendered" else problem.image
-
-
-def tool_files(problem: Problem, form: Form) -> dict[str, bytes]:
-    """The files in the directory of every program: PNG by name."""
-    picture = tool_picture(problem, form)
-    if picture is None:
-        return {}
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return {FILE: buffer.getvalue()}
 
 
 def size_of(document: Encoded) -> int:
@@ -259,6 +235,15 @@ class PromptPool:
         self.config, self.tokenizer, self.vision = config, tokenizer, vision
         self.entries = config.tasks
         self.tasks: list[Task] = [make_task(entry.name, **entry.options) for entry in self.entries]
+
+        self.environments: Environments | None = None
+        if config.has_tools:
+            entries = [*self.entries, *config.eval.tasks]
+            self.environments = Environments(entries, config.rollout, config.sandbox.allow_weaker)
+            # What can be told now would otherwise cost every answer of the run.
+            for task, entry in zip(self.tasks, self.entries):
+                if entry.environment:
+                    self.environments.check(entry, task.sample(0, "train", entry.difficulty))
 
         # One bin an entry, or one for each problem of its pool.
         self.size = config.rollout.pool
@@ -289,7 +274,9 @@ class PromptPool:
         if name in self.held:
             self.held.move_to_end(name)
             return self.held[name]
-        read = encode_prompt(prompt.problem, self.entries[prompt.entry], self.tokenizer, self.vision)
+        entry = self.entries[prompt.entry]
+        given = (prompt.problem, entry, self.tokenizer, self.vision, None, self.environments)
+        read = encode_prompt(*given)
         self.held[name] = read
         self.held_bytes += size_of(read)
         # The newest stays, however large it is.

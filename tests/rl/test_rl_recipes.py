@@ -78,15 +78,15 @@ walls around reward functions of others: reward.memory_mb
   reward.timeout_s reward.workers
 "null" switches them off, or another preset of support.md: optim.clip_grad_norm optim.eps optim.momentum
   optim.ns optim.qk_clip
-the extra track: track.trackers
 the form of a question, and the data of text_math: tasks.options tasks.thought
-entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty eval.tasks.form
+entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty eval.tasks.environment
+  eval.tasks.form
   eval.tasks.options eval.tasks.power eval.tasks.thought
 stages that train a part of the model: train.frozen
 a mixture that changes by stage or within one: stages.weights stages.mix.weights stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
-size of the curated batch: ptx.max_patches ptx.tokens
+size of the curated batch: ptx.max_patches
 partial rollouts: stale.max_lag
 """
 """Who needs a key that no recipe sets and no document names: reason, then keys."""

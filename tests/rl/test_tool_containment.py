@@ -36,9 +36,10 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import measure as measure_cmd
+from earlyfusion.rl.environments.python import repeatable
 from earlyfusion.rl.measure import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.rollouts.tools import cut, fitted, repeatable, turn_ids
+from earlyfusion.rl.rollouts.episodes import cut, fitted, reply_of
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, 
     def gone(*_):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(made.collector.tool_runner.sandbox, "run", gone)
+    monkeypatch.setattr(made.prompts.environments.programs.sandbox, "run", gone)
     groups, counts = collected(made)
     assert {t.completion.text for g in groups for t in g.trajectories} == {
         "the tool is not available: OSError"
@@ -241,7 +242,7 @@ def test_long_outputs_are_cut_and_turns_have_room_for_what_they_may_hold():
     many = [Message("tool", (Text("x" * 50),), tool="python", index=i + 1) for i in range(3)]
     heard = fitted(many, TOKENIZER, VISION, 100)
     assert heard is not None and all(0 < len(one.text) < 50 for one in heard)
-    ids = turn_ids(heard, TOKENIZER, VISION)
+    ids = tuple(reply_of(heard, TOKENIZER, VISION, False).ids.tolist()[1:])
     assert len(ids) <= 100 and ids.count(TOKENIZER.end_of_msg_id) == 3
     assert fitted(many * 4, TOKENIZER, VISION, 100) is None
 

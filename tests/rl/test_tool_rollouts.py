@@ -29,11 +29,11 @@ from earlyfusion.eval.rewards import Scored
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Row
 from earlyfusion.pipeline.track import read_metrics
+from earlyfusion.rl.environments.questions import tool_messages
 from earlyfusion.rl.learn import Sums
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rollouts.experience import experience
 from earlyfusion.rl.rollouts.packing import Inserted, pack, used_experts
-from earlyfusion.rl.rollouts.prompts import tool_messages
 
 GRAD_RTOL = 2e-4
 """As in test_learn: fp32 sums in another order."""
@@ -297,7 +297,7 @@ def heard(problem, response):
 def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path, monkeypatch):
     seen = []
     for slots, workers in ((128, 2), (4, 1)):
-        monkeypatch.setattr("earlyfusion.rl.rollouts.tools.WORKERS", workers)
+        monkeypatch.setattr("earlyfusion.rl.environments.python.WORKERS", workers)
         rollout = {"slots": slots, "group_size": 4}
         made = tool_training(folder, tmp_path / str(slots), wander, rollout=rollout)
         groups, counts = collected(made)
