@@ -63,8 +63,8 @@ def served(line, folder):
         command(line), cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as server:
         try:
-            address = server.stdout.readline().split()[-1]
-            with urllib.request.urlopen(address.removesuffix("/v1"), timeout=60) as answer:
+            address, front = (server.stdout.readline().split()[-1] for _ in range(2))
+            with urllib.request.urlopen(front, timeout=60) as answer:
                 page = answer.read().decode()
             picture = base64.b64encode((folder / "photos" / "000.png").read_bytes()).decode()
             shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
