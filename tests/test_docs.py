@@ -69,7 +69,7 @@ def written():
 
 def quoted(page):
     """The messages that a page quotes, what is filled in written as <>."""
-    lines = re.findall(r"^> (.*)$", page, re.MULTILINE)
+    lines = re.findall(r"^> `(.*)`$", page, re.MULTILINE)
     return [re.sub(r"<[a-z ]+>", "<>", line) for line in lines]
 
 
