@@ -82,6 +82,8 @@ send to a server without harm."""
 _MOST_BYTES, _MOST_IDS, _GROWTH = 40 << 20, 1 << 22, 4096.0
 """What a tokenizer.json may be and do: its size, its ids, and how much longer its replacements may make a
 text."""
+_NEEDED = "\n" + "".join(map(chr, range(33, 127)))
+"""What questions, answers, chats and tool calls are written with."""
 
 
 class Tokenizer:
@@ -183,6 +185,10 @@ class Tokenizer:
             found[index] = entry.endswith((line_feed, "\n", "<0x0A>"))
         return found
 
+    def lost(self) -> str:
+        """The characters among printable ASCII and the line feed that do not come back from their ids."""
+        return "".join(c for c in _NEEDED if c not in self.decode(self.encode(f"a {c} a")).strip("a"))
+
     @cached_property
     def hash(self) -> str:
         """16 hexadecimal digits over the whole tokenizer."""
@@ -212,15 +218,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a Hugging Face tokenizer directory (or its tokenizer.json); raises DataError when it is not
-        one."""
-        directory = Path(path)
-        if directory.name == "tokenizer.json":
-            directory = directory.parent
-        source = directory / "tokenizer.json"
+        """Read a Hugging Face tokenizer directory, its tokenizer.json, or a file of that format by another
+        name (which has no tokenizer_config.json); raises DataError when it is none."""
+        given = Path(path)
+        alone = given.is_file() and given.name != "tokenizer.json"
+        directory = given.parent if given.name == "tokenizer.json" else given
+        source = given if alone else directory / "tokenizer.json"
         if not source.is_file():
-            found = "no tokenizer.json in it" if directory.is_dir() else "no such directory"
-            raise DataError(f"tokenizer {path}: {found}; give a directory that holds tokenizer.json")
+            found = "no tokenizer.json in it" if directory.is_dir() else "no such file or directory"
+            raise DataError(
+                f"tokenizer {path}: {found}; give a file that `tokenizers` saved or a directory that holds"
+                " tokenizer.json"
+            )
         config_file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         try:
             config = _object(config_file) if config_file.is_file() else {}

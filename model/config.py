@@ -35,9 +35,11 @@ class LinearAttnConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     num_heads: Heads = 32
+    """heads of KDA"""
     head_dim: HeadDim = 128
     """key and value width of one head"""
     short_conv_kernel_size: int = Field(4, ge=2, le=256)
+    """tokens that the causal convolution over q, k and v sees"""
     kda_layers: list[int] | None = None
     """1-based; None: three KDA, one MLA, and the last is MLA"""
     full_attn_layers: list[int] | None = None
@@ -57,24 +59,39 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     vocab_size: int = Field(163840, ge=1, le=1 << 22)
+    """rows of the embedding; the tokenizer decides it"""
     hidden_size: Width = 2304
+    """width of the residual stream"""
     num_hidden_layers: int = Field(27, ge=1, le=256)
+    """layers, each a token mixer and a feed-forward"""
     intermediate_size: Width = 9216
     """width of the dense feed-forward layers"""
     rms_norm_eps: PositiveFloat = 1e-5
+    """epsilon of every RMSNorm that names none of its own"""
     initializer_range: PositiveFloat = 0.02
+    """standard deviation of fresh weights"""
     tie_word_embeddings: bool = False
+    """one table for embedding and head"""
     bos_token_id: int = 163584
+    """id before a document; the tokenizer decides it"""
     eos_token_id: int = 163586
+    """id behind a document; the tokenizer decides it"""
     pad_token_id: int = 163839
+    """id of filler; the tokenizer decides it"""
 
     # multi-head latent attention, without positions (NoPE): the "rope" part exists but is never rotated
     num_attention_heads: Heads = 32
+    """heads of MLA"""
     q_lora_rank: Rank | None = None
+    """width of the compressed queries; null: not compressed"""
     kv_lora_rank: Rank = 512
+    """width of the compressed keys and values, which are what the cache holds"""
     qk_nope_head_dim: HeadDim = 128
+    """query and key width of one head, made from the compressed ones"""
     qk_rope_head_dim: int = Field(64, ge=0, le=1 << 14)
+    """further width of the keys that all heads share"""
     v_head_dim: HeadDim = 128
+    """value width of one head"""
     kv_norm_eps: PositiveFloat = 1e-6
     """q_a_layernorm and kv_a_layernorm; transformers uses 1e-6"""
     mla_output_gate: bool = False
@@ -86,19 +103,29 @@ class ModelConfig(BaseModel):
     num_experts: int = Field(256, ge=0, le=1 << 14)
     """0: every feed-forward layer is dense"""
     num_experts_per_token: PositiveInt = 8
+    """experts that a token passes (top-k)"""
     num_shared_experts: int = Field(1, ge=0, le=1024)
+    """experts that every token passes as well"""
     moe_intermediate_size: Width = 1024
+    """width of one expert"""
     first_k_dense_replace: NonNegativeInt = 1
+    """first layers whose feed-forward is dense"""
     moe_layer_freq: PositiveInt = 1
+    """every how many layers there are experts, behind the dense ones"""
     moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
+    """how router logits become scores"""
     moe_renormalize: bool = True
+    """scores of the chosen experts sum to one"""
     routed_scaling_factor: PositiveFloat = 2.446
+    """factor on what the chosen experts add"""
     router_balance: Literal["sign", "quantile", "none"] = "sign"
+    """how the bias of the choice is moved: by the sign of the load, by a quantile of the scores, not"""
     router_bias_update_rate: NonNegativeFloat = 1e-3
     """gamma of the sign rule"""
 
     # attention residuals
     attn_res: Literal["none", "full", "block"] = "none"
+    """none: a plain residual stream; full: over every sub-layer; block: over blocks of layers"""
     attn_res_block_size: PositiveInt = 3
     """TRANSFORMER layers per block (K3's unit)"""
 
@@ -123,14 +150,14 @@ class ModelConfig(BaseModel):
         if self.num_experts and self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts};"
-                " lower it"
+                f" nearest: {self._nearest_experts()}"
             )
         # The rule looks at the (k+1)-th score, which there must be.
         if self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
             raise ValueError(
                 f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below"
-                f" num_experts ({self.num_experts}); use router_balance='none' when every expert is always"
-                " chosen"
+                f" num_experts ({self.num_experts}); nearest: {self._nearest_experts()}, or"
+                " router_balance='none' when every expert is always chosen"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
@@ -139,6 +166,13 @@ class ModelConfig(BaseModel):
                     f"set {name} from the tokenizer or raise vocab_size"
                 )
         return self
+
+    def _nearest_experts(self) -> str:
+        """The nearest numbers of experts that go together, for an error."""
+        spare = 1 if self.router_balance == "quantile" else 0
+        fewer, more = self.num_experts - spare, self.num_experts_per_token + spare
+        lower = f"num_experts_per_token={fewer} or " if fewer else ""
+        return f"{lower}num_experts={more}"
 
     def plan(self) -> tuple[LayerKind, ...]:
         """Token mixer of every layer, first to last: "kda" or "mla"."""

@@ -29,10 +29,10 @@ from earlyfusion.vision.encoder import import_tower
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
-    """The recipe's tokenizer directory, or the byte-level BPE trained on the embedded corpus (cached by rank
+    """The recipe's own tokenizer, or the byte-level BPE trained on the embedded corpus (cached by rank
     0)."""
     if config.tokenizer.path is not None:
-        return Tokenizer.load(config.tokenizer.path)
+        return own_tokenizer(config.tokenizer.path)
     # Rank 0 trains and caches it, the others read the cache.
     # (The others wait before, rank 0 after its work.)
     if not runtime.is_main:
@@ -41,6 +41,21 @@ def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
     if runtime.is_main:
         runtime.barrier()
     return trained
+
+
+def own_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer in `tokenizer.path`, special tokens added where it lacks them.
+
+    Raises DataError for no tokenizer, UserError for one that drops characters every question and answer has.
+    """
+    tokens = Tokenizer.load(path)
+    # Text would be lost without a word: a model can neither read nor write it.
+    if lost := tokens.lost():
+        raise UserError(
+            f"tokenizer.path {path}: {len(lost)} characters do not come back from their ids ({lost[:16]!r});"
+            " train it with initial_alphabet=ByteLevel.alphabet(), or with byte_fallback"
+        )
+    return tokens
 
 
 def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:

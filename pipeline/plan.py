@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table, terminal
-from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.build import with_tokenizer
+from earlyfusion.pipeline.build import own_tokenizer, with_tokenizer
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
@@ -144,10 +143,14 @@ def percent(part: float, whole: float) -> str:
 def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool = False) -> None:
     """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself
     would."""
-    # The vocabulary of the recipe's tokenizer directory, when it names one; else the size it asks for.
-    if config.tokenizer.path is not None:
-        config = with_tokenizer(config, Tokenizer.load(config.tokenizer.path))
+    # The vocabulary of the recipe's own tokenizer, when it names one; else the size it asks for.
     console = console or terminal()
+    if config.tokenizer.path is not None:
+        tokens = own_tokenizer(config.tokenizer.path)
+        config = with_tokenizer(config, tokens)
+        added = f"{len(tokens.added)} special tokens added" if tokens.added else "nothing added"
+        text = f"tokenizer {config.tokenizer.path}: {tokens.vocab_size:,} entries, {added}"
+        console.print(text, markup=False, soft_wrap=True)
     model = meta_model(config)
     routing = routing_table(config, model)  # made in any case: it is what raises
     print_table(size_table(config, model), console)

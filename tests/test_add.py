@@ -11,10 +11,17 @@ import torch
 from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source
 from earlyfusion.data.tasks.problem import TASKS
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.pipeline.cli import main
+from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.optim.registry import find_optimizer
+from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.rl.objectives.losses import ObjectiveConfig, policy_loss
+from earlyfusion.vision.encoder import import_tower
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "add.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "add.md").read_text(encoding="utf-8")
 
 
 def example(title, language="python"):
@@ -85,3 +92,39 @@ def test_an_objective_of_ones_own_gives_a_loss_by_its_place(module):
     # -A log pi over four tokens; the third is outside and teaches nothing.
     torch.testing.assert_close(logp.grad, torch.tensor([-0.25, -0.25, 0.0, 0.125]))
     assert out.loss.isfinite() and out.outside == 1
+
+
+def test_an_optimizer_of_ones_own_trains_by_its_place(module):
+    module("An optimizer", "my_optim.plain")
+    config = load_config(["nano"], [("optim.name", "my_optim.plain:plain")])
+    model = meta_model(config)
+    made = find_optimizer(config.optim.name).build(config.optim, model)
+    assert isinstance(made, torch.optim.AdamW) and made.param_groups[0]["lr"] == config.optim.lr
+    assert sum(len(group["params"]) for group in made.param_groups) == len(list(model.parameters()))
+
+
+def test_a_size_and_a_stage_of_ones_own_are_a_recipe():
+    config = load_config([tomllib.loads(example("A model size, a stage", "toml"))])
+    assert (config.model.hidden_size, config.model.num_hidden_layers, config.model.num_experts) == (
+        448,
+        12,
+        32,
+    )
+    assert [stage.name for stage in config.stages] == ["joint", "long"]
+    lines = re.findall(r"^    earlyfusion plan (.*)$", PAGE, re.MULTILINE)
+    assert len(lines) == 2 and all(main(["plan", *line.split()]) == 0 for line in lines)
+
+
+def test_files_and_names_of_the_project_are_there():
+    words = {word for line in PAGE.splitlines() for word in re.findall(r"`([\w./<>]+)", line)}
+    files = [word for word in words if "/" in word and not re.match(r"(double|shards|my_)", word)]
+    assert len(files) > 8
+    assert not [file for file in files if not list(ROOT.glob(file.replace("<op>", "*")))]
+    for place in (
+        "pipeline.track.read_metrics",
+        "data.loading.loader.read_skipped",
+        "vision.patches.prepare_image",
+    ):
+        name, _, attribute = place.rpartition(".")
+        assert place in PAGE and hasattr(importlib.import_module(f"earlyfusion.{name}"), attribute)
+    assert "vision.encoder.import_tower" in PAGE and callable(import_tower) and callable(dispatch.register)

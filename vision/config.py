@@ -35,6 +35,7 @@ class VisionConfig(BaseModel):
     patch_size: int = Field(14, ge=1, le=1024)
     """side of a square patch in pixels"""
     in_channels: int = Field(3, ge=1, le=64)
+    """channels of a pixel"""
     merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
     """(rows, columns) of patches that become one token"""
     max_patches_per_side: int = Field(512, ge=1, le=1 << 14)
@@ -50,23 +51,33 @@ class VisionConfig(BaseModel):
     tower: str = "moonvit"
     """a registered tower, or "package.module:Class" of your own"""
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
+    """width of the tower"""
     num_hidden_layers: int = Field(27, ge=0, le=256)
+    """layers of the tower"""
     num_attention_heads: Count = 12
+    """heads of the tower"""
     head_dim: int = Field(128, ge=4, le=1 << 14)
     """multiple of 4; qkv width is heads * head_dim, free of hidden_size"""
     intermediate_size: int = Field(4096, ge=1, le=1 << 20)
+    """width of the feed-forward"""
     norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm"""
     norm_eps: PositiveFloat = BF16_EPS
     """always explicit: see BF16_EPS"""
     bias: bool = False
     """biases of patch embedding, attention and MLP"""
     pos_emb_height: Count = 64
+    """rows of the learned position table, which is stretched to the picture"""
     pos_emb_width: Count = 64
+    """its columns"""
     pos_emb_time: Count = 4
     """frames that share one item (and its tokens); 1 means images only"""
     pos_emb_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """how it is stretched"""
     rope_theta: PositiveFloat = 1e4
+    """base of the 2-D RoPE"""
     initializer_range: PositiveFloat = 0.02
+    """standard deviation of fresh weights"""
 
     # projector
     projector: Literal["v1", "v2"] = "v2"

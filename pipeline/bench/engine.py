@@ -93,8 +93,8 @@ class EngineOptions(Options):
     """part 2: context lengths"""
     steps: NonNegativeInt = 3
     """part 2: timed steps; 0 leaves part 2 out"""
-    threads: PositiveInt = torch.get_num_threads()
-    """torch CPU threads"""
+    threads: PositiveInt | None = None
+    """torch CPU threads; torch's own choice if left out"""
     out: str = "runs/bench/engine.json"
     """where the numbers are saved"""
     words: list[str] = []
@@ -304,7 +304,7 @@ def step_seconds(model: NativeFusion, context: int, steps: int) -> float:
 
 def contexts(options: EngineOptions, shape: Record) -> Result:
     """Seconds of a decode step of the model of a shape, and of the same with MLA in every layer."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     linear = {**shape["linear_attn_config"], "kda_layers": [], "full_attn_layers": None}
     models = []
     for each in (shape, {**shape, "linear_attn_config": linear}):
@@ -381,6 +381,8 @@ def compare(options: EngineOptions, shape: Record) -> list[Result]:
 def run(options: EngineOptions) -> None:
     """Entry of `earlyfusion bench engine`."""
     shape = decoder_shape(options.recipe, options.words)
+    # Of the processes of both sides too.
+    options.threads = options.threads or torch.get_num_threads()
     record: Result = {}
     if options.sides:
         record["comparison"] = compare(options, shape)

@@ -23,8 +23,10 @@ from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sources.base import KINDS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
+from earlyfusion.model.config import ModelConfig
 from earlyfusion.pipeline.config.compose import compose
-from earlyfusion.pipeline.config.schema import model_in
+from earlyfusion.pipeline.config.schema import READ_BEFORE, model_in
+from earlyfusion.vision.config import VisionConfig
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 """Of every command (click's context settings)."""
@@ -204,6 +206,9 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
         inner, is_list = model_in(info.annotation)
         # A section is told by its keys, a list of sections by those of one item.
         if inner is not None:
+            # By the type too: a chat recipe's or a reward's `model` has no size of its own.
+            if inner in (ModelConfig, VisionConfig):
+                rows += [(f"{key}.{extra}", *about) for extra, about in READ_BEFORE[name].items()]
             rows += describe(inner, f"{key}.<i>" if is_list else key)
             continue
 
@@ -212,20 +217,20 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
         shown = "null" if default is None else repr(default)
         if default is PydanticUndefined:
             shown = "required"
-        rows.append((key, _type_name(info.annotation), shown, " ".join((info.description or "").split())))
+        rows.append((key, type_name(info.annotation), shown, " ".join((info.description or "").split())))
     return rows
 
 
-def _type_name(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """int, float | null, stop|skip|rollback, list[str]."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):
         return "null"
     if origin is typing.Annotated:
-        return _type_name(args[0])
+        return type_name(args[0])
     if origin is typing.Literal:
         return "|".join(str(arg) for arg in args)
-    names = ["..." if arg is Ellipsis else _type_name(arg) for arg in args]
+    names = ["..." if arg is Ellipsis else type_name(arg) for arg in args]
     if origin in (typing.Union, types.UnionType):
         return " | ".join(names)
     if origin is not None:

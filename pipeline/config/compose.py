@@ -3,7 +3,8 @@ printed.
 
 Merge rules: tables merge key by key; scalars and lists of the right side replace the left; the lists `stages`
 and `data.sources` merge item by item by their `name`. A recipe that says `extends = "nano"` (a shipped name
-or a path) is laid over that recipe first. "null" in TOML (which has no null) means None.
+or a path) is laid over that recipe first. "null" in TOML (which has no null) means None. A [model] with
+`preset` or `scale` begins afresh with a shape (pipeline/config/size.py); its other keys lie over it.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record
-from earlyfusion.pipeline.config.schema import RunConfig, model_in
+from earlyfusion.pipeline.config.schema import READ_BEFORE, RunConfig, model_in
+from earlyfusion.pipeline.config.size import SIZE_KEYS, sized
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = [RECIPES]
@@ -86,13 +88,39 @@ def read_toml(path: Path, what: str) -> Record:
         raise UserError(f"{what} {path}: not valid TOML: {error}") from None
 
 
+def presets() -> dict[str, Record]:
+    """The [model] tables that `model.preset` names: those of shipped recipes that extend no other."""
+    found = {name: read_recipe(name) for name in recipe_names()}
+    return {name: own["model"] for name, own in found.items() if "model" in own and "extends" not in own}
+
+
+def _begun(below: Record, own: Record) -> Record:
+    """The [model] that `own`, which holds preset or scale, stands for: its shape, its other keys over it."""
+    if "preset" in own:
+        shapes = presets()
+        if own["preset"] not in shapes:
+            near = did_you_mean(str(own["preset"]), shapes)
+            raise UserError(f"model.preset {own['preset']!r} is no shipped size; {near}")
+        # The size of the vocabulary and its ids come from the tokenizer.
+        below = {
+            key: value
+            for key, value in shapes[own["preset"]].items()
+            if key != "vocab_size" and not key.endswith("_token_id")
+        }
+    if not below:
+        raise UserError(f"model.scale {own['scale']}: there is no [model] to scale; add model.preset")
+    return merge(sized(below, own), {key: value for key, value in own.items() if key not in SIZE_KEYS})
+
+
 def merge(left: Record, right: Record, path: str = "") -> Record:
     """`right` laid over `left` by the rules of this module; neither is changed."""
     merged = dict(left)
     for key, value in right.items():
         where = f"{path}.{key}" if path else key
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
+        if where == "model" and isinstance(value, dict) and SIZE_KEYS.keys() & value.keys():
+            value = _begun(old if isinstance(old, dict) else {}, value)
+        elif isinstance(old, dict) and isinstance(value, dict):
             value = merge(old, value, where)
         # Other lists are replaced: joined ones could never get shorter.
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
@@ -171,8 +199,13 @@ def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()
     # Plain JSON types, and nothing shared with what was given.
     tree = json.loads(json.dumps(tree, default=str))
     # Overrides come last: the command line is the last word.
-    for dotted, value in overrides:
-        override(tree, dotted, parse_literal(value) if isinstance(value, str) else value)
+    given = [(key, parse_literal(text) if isinstance(text, str) else text) for key, text in overrides]
+    # Those of [model] are one layer where one of them gives its size: their order says nothing.
+    layer: Record = {}
+    size = any(key.partition("model.")[2] in SIZE_KEYS for key, _ in given if key.startswith("model."))
+    for dotted, value in given:
+        override(layer if size and dotted.startswith("model.") else tree, dotted, value)
+    tree = merge(tree, layer)
     return _with(tree, "null", None)
 
 
@@ -215,7 +248,8 @@ def _explain(item: Any, schema: type[BaseModel], tree: Any) -> str:
             field = schema.model_fields.get(part) if isinstance(part, str) else None
             schema = (model_in(field.annotation)[0] if field else None) or schema
         where = ".".join(str(part) for part in place[:-1]) or "the recipe's top level"
-        near = did_you_mean(str(place[-1]), schema.model_fields)
+        before = READ_BEFORE.get(".".join(str(part) for part in place[:-1]), {})
+        near = did_you_mean(str(place[-1]), [*schema.model_fields, *before])
         return f"unknown key {place[-1]!r} in {where}; {near}"
     if item["type"] == "missing":
         hint = "; lay the recipe over a whole one, such as nano (both on the line, nano first)"

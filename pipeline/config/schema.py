@@ -17,7 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from earlyfusion.data.config import DataConfig
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.vision.config import VisionConfig
+from earlyfusion.pipeline.config.size import SIZE_KEYS
+from earlyfusion.vision.config import PRESETS, VisionConfig
+
+READ_BEFORE = {
+    "model": {
+        "preset": ("str | null", "null", SIZE_KEYS["preset"]),
+        "scale": ("float", "1.0", SIZE_KEYS["scale"]),
+    },
+    "vision": {"preset": ("str | null", "null", f"Begin with one of {', '.join(PRESETS)}.")},
+}
+"""Section -> key -> (type, default, meaning) of keys that become others before the schema sees the recipe."""
 
 
 class Section(BaseModel):
@@ -48,8 +58,8 @@ class RunSection(Section):
 
 class TokenizerSection(Section):
     path: str | None = None
-    """A Hugging Face tokenizer directory or tokenizer.json; None trains a byte-level BPE on the embedded
-    corpus."""
+    """Your tokenizer: a file that `tokenizers` saved (tokenizer.json) or a directory that holds one; special
+    tokens that it lacks are added. None trains a byte-level BPE on the embedded corpus."""
     vocab_size: PositiveInt = 4096
     """Size of the vocabulary to train, special tokens included; ignored when `path` is given."""
 

@@ -61,6 +61,7 @@ class MeasureSection(Section):
 # Arms differ in one thing each; everything else comes from [rl].
 class Arm(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
+    """Of the arm, in files and tables."""
     about: str
     """One line for the report."""
     kind: Literal["treated", "control"] = "treated"
