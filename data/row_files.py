@@ -87,6 +87,13 @@ class RowFile:
     count: int
     read: Callable[[int], Row]
     """Row of a number from 0; raises BadSample."""
+    base: Path | None = None
+    """Folder that its paths are relative to; its own if None."""
+
+    @property
+    def folder(self) -> Path:
+        """What paths in its rows are relative to, and may not leave."""
+        return self.base or (self.path if self.path.is_dir() else self.path.parent)
 
 
 def _json_lines(path: Path) -> RowFile:

@@ -36,6 +36,7 @@ VERBS = {
         "earlyfusion.pipeline.generate_cmd:generate",
         "answer a prompt, with or without an image, from a model directory",
     ),
+    "init": Verb("earlyfusion.pipeline.init_cmd:init", "look at data of your own and write a recipe for it"),
     "prepare": Verb(
         "earlyfusion.data.prepare.cmd:prepare",
         "turn folders, jsonl, parquet, datasets or videos into indexed shards",

@@ -18,6 +18,9 @@ folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json,
 datasets   a folder written by Hugging Face datasets' save_to_disk (media are
            taken as stored, not decoded)
 shards     tar files, to shard, index and deduplicate them anew
+COCO       captions_*.json, and the pictures anywhere below the folder
+classes    pictures without words in two or more folders: the folder's name
+           is the caption
 
 What a row may hold (other names by --image-field, --text-field, --question-field, --answer-field):
 
@@ -156,6 +159,9 @@ def prepare(options: PrepareOptions) -> None:
         raise
     except Exception as error:  # files of others: whatever nobody thought of is one line, too
         raise DataError(f"{source}: cannot be opened ({type(error).__name__}: {one_line(error)})") from error
+    for line in (opened.layout and f"found: {opened.layout}", *opened.notes):
+        if line:
+            console.print(line, soft_wrap=True, markup=False)
     words = open_tokenizer(options.tokenizer).hash
     sizes = options.shard_mb, options.shard_samples
     how = (fields, options.format, options.dedup, options.vision, options.max_pixels, words)

@@ -7,8 +7,9 @@ in each, taken apart into the members of one sample.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats import CODE, MEDIA, TEXTS, chosen_format, ending, most_bytes
 from earlyfusion.data.loading.order import Numbered, digest64
+from earlyfusion.data.prepare.layouts import class_names, coco_captions, looks_like_coco
 from earlyfusion.data.row_files import (
     READERS,
     Row,
@@ -78,6 +80,10 @@ class Input:
     """What changes when the items do."""
     form: str = "auto"
     """The format that a preparation before this one was told to take."""
+    layout: str = ""
+    """What was found, in words."""
+    notes: Sequence[str] = ()
+    """What is not read, and why."""
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when the items do."""
@@ -194,9 +200,7 @@ def _rows(files: Sequence[RowFile], options: InputOptions) -> Input:
     def members(number: int) -> dict[str, bytes]:
         place, row = numbers.locate(number)
         file = files[place]
-        # Paths in a row are relative to its file, and may not leave that folder.
-        folder = file.path if file.path.is_dir() else file.path.parent
-        return row_members(file.read(row), partial(load_below, folder), options)
+        return row_members(file.read(row), partial(load_below, file.folder), options)
 
     identity: list[object] = []
     for file in files:
@@ -213,10 +217,14 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 def _folder(root: Path, options: InputOptions) -> Input:
     """Files below a folder, those of one name together, in the order of their names; then the rows of .jsonl
-    files, and those of .json lists and of .csv and .tsv files with a column that rows have."""
+    files, and those of .json lists, of .csv and .tsv files with a column that rows have, and of COCO's
+    captions. Pictures that have no words at all but lie in several folders are called what these are."""
     groups: dict[str, dict[str, Path]] = {}
     lines: list[Path] = []
     tables: list[Path] = []
+    unread = Counter[str]()
+    notes: list[str] = []
+    pictures: dict[str, list[Path]] = {}
     columns = {*_MEDIA_FIELDS, "caption", "text", "question", *filter(None, astuple(options))}
     # Sorted: the numbers must be the same in every process and after every kill.
     for path in sorted(root.rglob("*")):
@@ -225,24 +233,43 @@ def _folder(root: Path, options: InputOptions) -> Input:
             continue
         kind = row_kind(path)
         if kind in (".csv", ".tsv"):
-            tables += [path] if names_columns(path, columns) else []
+            if names_columns(path, columns):
+                tables.append(path)
+            else:
+                known = ", ".join(sorted(columns))
+                notes.append(f"{name} is not read: it has no column of {known}; name yours (--text-field ...)")
         elif kind not in ("", ".json", ".parquet"):
             lines.append(path)
         elif (parts := split_name(name)) and ending(parts[1]) in _KNOWN:
             # A program is text to learn; shards know it as such.
             end = "txt" if parts[1] == "py" else parts[1]
             groups.setdefault(parts[0], {}).setdefault(end, path)
+            if _is_media(parts[1]):
+                pictures.setdefault(path.name, []).append(path)
+        else:
+            unread[path.suffix.lower() or path.name] += 1
 
-    # A list in a .json beside nothing is a table of rows.
+    # A .json beside nothing: a list is a table of rows, an object may be COCO's annotations.
+    coco: list[RowFile] = []
     for key, ends in list(groups.items()):
-        if set(ends) == {"json"} and begins_array(ends["json"]):
+        if set(ends) != {"json"}:
+            continue
+        if begins_array(ends["json"]):
             tables.append(groups.pop(key)["json"])
+        elif looks_like_coco(ends["json"]):
+            captions, note = coco_captions(groups.pop(key)["json"], root, pictures)
+            coco += [captions] if captions.count else []
+            notes += [note] if note else []
     # Media without a word beside them are then what the rows name.
-    if lines or tables:
-        groups = {key: ends for key, ends in groups.items() if not all(map(_is_media, ends))}
+    bare = [key for key, ends in groups.items() if all(map(_is_media, ends))]
+    words: list[str] | None = None
+    if lines or tables or coco:
+        groups = {key: ends for key, ends in groups.items() if key not in {*bare}}
+    elif len(bare) == len(groups):
+        words = class_names(bare)
     keys = list(groups)
     # Rows come after the files, whatever their names.
-    rows = _rows([READERS[row_kind(path)](path) for path in (*lines, *tables)], options)
+    rows = _rows([*(READERS[row_kind(path)](path) for path in (*lines, *tables)), *coco], options)
 
     def origin(number: int) -> str:
         return keys[number] if number < len(keys) else rows.origin(number - len(keys))
@@ -251,13 +278,28 @@ def _folder(root: Path, options: InputOptions) -> Input:
         if number >= len(keys):
             return rows.members(number - len(keys))
         found = groups[keys[number]]
-        return {end: load_below(root, str(path.relative_to(root))) for end, path in found.items()}
+        made = {end: load_below(root, str(path.relative_to(root))) for end, path in found.items()}
+        return made if words is None else {**made, "txt": words[number].encode()}
 
     identity = [*rows.identity]
     for key, ends in groups.items():
         for end, path in ends.items():
             identity += [f"{key}.{end}", *_stamp(path)]
-    return Input(len(keys) + rows.count, origin, members, identity)
+
+    # What was found, for people.
+    kinds = []
+    if words is not None:
+        kinds.append(f"pictures in {len(set(words))} folders, whose names are their words")
+    elif keys:
+        kinds.append(f"{len(keys):,} files or files of one name")
+    kinds += [f"rows of {path.name}" for path in (*lines, *tables)][:3]
+    kinds += [f"COCO captions of {one.path.name}" for one in coco]
+    if bare and (lines or tables or coco):
+        notes.append(f"{len(bare):,} pictures or videos without words are read where a row names them")
+    if unread:
+        most = ", ".join(f"{kind} {count:,}" for kind, count in unread.most_common(5))
+        notes.append(f"files of unknown kinds are not read: {most}")
+    return Input(len(keys) + rows.count, origin, members, identity, layout="; ".join(kinds), notes=notes)
 
 
 def _shards(path: str) -> Input:
@@ -281,7 +323,10 @@ def _shards(path: str) -> Input:
     identity = []
     for name, count, header in zip(shards.names, shards.counts, shards.headers):
         identity.append(f"{name} {count} {header['bytes']}")
-    return Input(len(numbers), origin, members, identity, chosen_format(shards.manifest))
+    form = chosen_format(shards.manifest)
+    return Input(
+        len(numbers), origin, members, identity, form, f"{len(shards.names)} tar shards (webdataset)"
+    )
 
 
 def open_input(path: str, options: InputOptions) -> Input:
@@ -294,7 +339,8 @@ def open_input(path: str, options: InputOptions) -> Input:
     tables: list[Path] = []
     if local.is_dir():
         if is_dataset(local):
-            return _rows([arrow_dataset(local, options.split)], options)
+            found = _rows([arrow_dataset(local, options.split)], options)
+            return replace(found, layout="a Hugging Face dataset on disk")
         files = [file for file in sorted(local.rglob("*")) if file.is_file() and file.name[0] != "."]
         # Shards go first: their .json is an index, not a row.
         if any(file.name.endswith(TAR_ENDS) for file in files):
@@ -307,9 +353,11 @@ def open_input(path: str, options: InputOptions) -> Input:
         tables = [Path(name) for name in find_files(path)]
 
     if tables and all(map(row_kind, tables)):
-        return _rows([READERS[row_kind(table)](table) for table in tables], options)
+        found = _rows([READERS[row_kind(table)](table) for table in tables], options)
+        return replace(found, layout=f"rows of {', '.join(table.name for table in tables[:3])}")
     raise DataError(
         f"{path}: {'holds nothing to prepare' if local.exists() else 'does not exist'}; expected a folder of"
-        " pictures or videos with .txt or .json beside them, texts, .jsonl (.gz, .zst), .json, .csv, .tsv,"
-        " .parquet, a dataset on disk or tar shards (earlyfusion prepare --help shows their layouts)"
+        " pictures or videos with .txt or .json beside them, folders of classes, COCO captions, texts, .jsonl"
+        " (.gz, .zst), .json, .csv, .tsv, .parquet, a dataset on disk (datasets' save_to_disk) or tar shards"
+        " (earlyfusion prepare --help shows their layouts)"
     )
