@@ -38,15 +38,10 @@ def test_the_page_of_keys_is_what_the_code_says():
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == read("config.md"), "stale: python docs/reference.py"
     keys = re.findall(r"^\| `([^`]+)` \|", done.stdout, re.MULTILINE)
-    assert {key for key, *_ in (*describe(RunConfig), *describe(RLConfig))} - shared_keys() <= set(keys)
-    assert {"model.preset", "--max-new-tokens", "folder: cache_dir"} & set(keys) >= {"model.preset"}
-    assert {name for name in KINDS if re.search(rf"^\| `{name}: ", done.stdout, re.MULTILINE)}
-
-
-def shared_keys():
-    """Keys of sections that both kinds of recipes have: they stand on the page once, under the first."""
-    first = {key for key, *_ in describe(RunConfig)}
-    return {key for key, *_ in describe(RLConfig) if key in first}
+    assert {key for key, *_ in (*describe(RunConfig), *describe(RLConfig))} <= set(keys)
+    assert {"model.preset", "model.scale", "vision.preset", "--max-new-tokens", "--port"} <= set(keys)
+    told = {f"{kind.name}: {key}" for kind in KINDS.values() for key, *_ in describe(kind.options)}
+    assert len(told) > 20 and told <= set(keys)
 
 
 def messages():
