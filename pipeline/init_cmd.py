@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 
 import torch
 from pydantic import Field, PositiveInt
@@ -39,6 +40,80 @@ PASSES = 12
 """How often the recipe sees a sample, if the steps allow it."""
 STEPS = (200, 640)
 """Fewest and most steps that are written: one and a half to six minutes on two CPU cores."""
+
+RECIPE = """# $name: written by `earlyfusion init` for $count samples of $mean tokens in the mean.
+# Every key: docs/config.md. More parameters: model.preset = "small", or model.scale = 2.
+
+[run]
+name = "$name"
+
+[tokenizer]
+vocab_size = 2048               # trained on English and code; path = "FILE" takes your own
+
+[[data.sources]]
+name = "$source"
+kind = "webdataset"
+path = "$data"
+weight = 0.8                    # share of the tokens; a part is held out and measured, also grey
+
+[[data.sources]]                # the Python manual: words without pictures; your own texts are better
+name = "pydoc"
+kind = "pydoc"
+weight = 0.2
+
+[vision]
+preset = "tiny"
+patch_size = $patch
+hidden_size = 96
+num_hidden_layers = 2
+num_attention_heads = 3
+head_dim = 32
+intermediate_size = 256
+pos_emb_height = 16
+pos_emb_width = 16
+initializer_range = 0.1
+in_patch_limit = $patches           # larger pictures are made smaller: 1,024 patches are 256 x 256 pixels
+
+[model]
+preset = "nano"                 # 2.2 M parameters
+
+[optim]
+name = "muonclip"
+lr = 5e-3
+weight_decay = 0.05
+head_group_size = 1
+muon_vision = true
+
+[[stages]]
+name = "joint"
+steps = $steps # about $passes passes over your samples; take more if the curve still falls
+length = $length # tokens of a row; one sample in a hundred has more than $longest
+tokens = $tokens
+lanes = 1
+max_patches = 8192
+schedule = "cosine"
+warmup_steps = 20
+final_lr_ratio = 0.05
+
+[train]
+mixed_precision = "no"$weights
+
+[guard]
+policy = "skip"
+
+[eval]
+every = $every
+tasks = ["bpb"]
+samples = 8                     # held-out pictures of yours that the report shows with what the model says
+
+[checkpoint]
+every = $keep
+keep = 1
+
+[track]
+log_every = 10
+"""
+"""nano's shape and optimizer, for one source of one's own."""
 
 
 class InitOptions(Options):
@@ -152,78 +227,23 @@ def recipe_of(name: str, data: Path, good: Sequence[Outcome], count: int) -> str
     weights = ""
     if asks:
         weights = f"\nloss_weights = {{ {name_of(name)} = 10.0 }}  # an answer is short, and would drown"
-    return f'''# {name}: written by `earlyfusion init` for {count:,} samples of {mean:.0f} tokens in the mean.
-# Every key: docs/config.md. More parameters: model.preset = "small", or model.scale = 2.
-
-[run]
-name = "{name}"
-
-[tokenizer]
-vocab_size = 2048               # trained on English and code; path = "FILE" takes your own
-
-[[data.sources]]
-name = "{name_of(name)}"
-kind = "webdataset"
-path = "{data.as_posix()}"
-weight = 0.8                    # share of the tokens; a part is held out and measured, also grey
-
-[[data.sources]]                # the Python manual: words without pictures; your own texts are better
-name = "pydoc"
-kind = "pydoc"
-weight = 0.2
-
-[vision]
-preset = "tiny"
-patch_size = {PATCH}
-hidden_size = 96
-num_hidden_layers = 2
-num_attention_heads = 3
-head_dim = 32
-intermediate_size = 256
-pos_emb_height = 16
-pos_emb_width = 16
-initializer_range = 0.1
-in_patch_limit = {PATCHES}           # larger pictures are made smaller: 1,024 patches are 256 x 256 pixels
-
-[model]
-preset = "nano"                 # 2.2 M parameters
-
-[optim]
-name = "muonclip"
-lr = 5e-3
-weight_decay = 0.05
-head_group_size = 1
-muon_vision = true
-
-[[stages]]
-name = "joint"
-steps = {steps:<23} # about {passes:.1f} passes over your samples; take more if the curve still falls
-length = {length:<22} # tokens of a row; one sample in a hundred has more than {longest}
-tokens = {TOKENS}
-lanes = 1
-max_patches = 8192
-schedule = "cosine"
-warmup_steps = 20
-final_lr_ratio = 0.05
-
-[train]
-mixed_precision = "no"{weights}
-
-[guard]
-policy = "skip"
-
-[eval]
-every = {max(50, steps // 4)}
-tasks = ["bpb"]
-samples = 8                     # held-out pictures of yours that the report shows with what the model says
-
-[checkpoint]
-every = {max(50, steps // 2)}
-keep = 1
-
-[track]
-log_every = 10
-'''
+    return Template(RECIPE).substitute(
+        name=name,
+        source=name_of(name),
+        count=f"{count:,}",
+        mean=f"{mean:.0f}",
+        data=data.as_posix(),
+        patch=PATCH,
+        patches=PATCHES,
+        steps=f"{steps:<23}",
+        passes=f"{passes:.1f}",
+        length=f"{length:<22}",
+        longest=longest,
+        tokens=TOKENS,
+        weights=weights,
+        every=max(50, steps // 4),
+        keep=max(50, steps // 2),
+    )
 
 
 def name_of(name: str) -> str:

@@ -12,6 +12,9 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.row_files import MOST_BYTES, Row, RowFile
 from earlyfusion.kernels.files import Record
 
+NO_CLASSES = ("", "train", "training", "val", "valid", "validation", "dev", "test", "images", "photos")
+"""Folders that say nothing of the pictures in them."""
+
 
 def looks_like_coco(path: Path) -> bool:
     """Whether a .json begins as the annotations of COCO do."""
@@ -78,8 +81,9 @@ def _place(name: str, annotations: Path, known: Sequence[Path]) -> Path | None:
 
 def class_names(keys: Sequence[str]) -> list[str] | None:
     """The words of pictures that lie in folders of their class, by the names of their folders; None where
-    they lie in fewer than two folders. keys: their paths below the root, without endings."""
+    they lie in fewer than two folders, or in those of splits. keys: their paths below the root, without
+    endings."""
     parents = [key.rpartition("/")[0].rpartition("/")[2] for key in keys]
-    if "" in parents or len(set(parents)) < 2:
+    if len(set(parents)) < 2 or any(parent.lower() in NO_CLASSES for parent in parents):
         return None
     return [re.sub(r"[_\-\s]+", " ", parent).strip() for parent in parents]

@@ -215,10 +215,11 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _folder(root: Path, options: InputOptions) -> Input:
-    """Files below a folder, those of one name together, in the order of their names; then the rows of .jsonl
-    files, and those of .json lists, of .csv and .tsv files with a column that rows have, and of COCO's
-    captions. Pictures that have no words at all but lie in several folders are called what these are."""
+def _files(
+    root: Path, options: InputOptions
+) -> tuple[dict[str, dict[str, Path]], list[Path], list[Path], dict[str, list[Path]], list[str]]:
+    """What lies below a folder: files of one name by their endings, files of rows a line, tables, media by
+    their names; and what is not read."""
     groups: dict[str, dict[str, Path]] = {}
     lines: list[Path] = []
     tables: list[Path] = []
@@ -237,7 +238,9 @@ def _folder(root: Path, options: InputOptions) -> Input:
                 tables.append(path)
             else:
                 known = ", ".join(sorted(columns))
-                notes.append(f"{name} is not read: it has no column of {known}; name yours (--text-field ...)")
+                notes.append(
+                    f"{name} is not read: it has no column of {known}; name yours (--text-field ...)"
+                )
         elif kind not in ("", ".json", ".parquet"):
             lines.append(path)
         elif (parts := split_name(name)) and ending(parts[1]) in _KNOWN:
@@ -248,7 +251,17 @@ def _folder(root: Path, options: InputOptions) -> Input:
                 pictures.setdefault(path.name, []).append(path)
         else:
             unread[path.suffix.lower() or path.name] += 1
+    if unread:
+        most = ", ".join(f"{kind} {count:,}" for kind, count in unread.most_common(5))
+        notes.append(f"files of unknown kinds are not read: {most}")
+    return groups, lines, tables, pictures, notes
 
+
+def _folder(root: Path, options: InputOptions) -> Input:
+    """Files below a folder, those of one name together, in the order of their names; then the rows of .jsonl
+    files, and those of .json lists, of .csv and .tsv files with a column that rows have, and of COCO's
+    captions. Pictures that have no words at all but lie in several folders are called what these are."""
+    groups, lines, tables, pictures, notes = _files(root, options)
     # A .json beside nothing: a list is a table of rows, an object may be COCO's annotations.
     coco: list[RowFile] = []
     for key, ends in list(groups.items()):
@@ -286,19 +299,13 @@ def _folder(root: Path, options: InputOptions) -> Input:
         for end, path in ends.items():
             identity += [f"{key}.{end}", *_stamp(path)]
 
-    # What was found, for people.
-    kinds = []
+    kinds = [f"{len(keys):,} files or files of one name"] if keys else []
     if words is not None:
-        kinds.append(f"pictures in {len(set(words))} folders, whose names are their words")
-    elif keys:
-        kinds.append(f"{len(keys):,} files or files of one name")
+        kinds = [f"pictures in {len(set(words))} folders, whose names are their words"]
     kinds += [f"rows of {path.name}" for path in (*lines, *tables)][:3]
     kinds += [f"COCO captions of {one.path.name}" for one in coco]
-    if bare and (lines or tables or coco):
+    if bare and rows.count:
         notes.append(f"{len(bare):,} pictures or videos without words are read where a row names them")
-    if unread:
-        most = ", ".join(f"{kind} {count:,}" for kind, count in unread.most_common(5))
-        notes.append(f"files of unknown kinds are not read: {most}")
     return Input(len(keys) + rows.count, origin, members, identity, layout="; ".join(kinds), notes=notes)
 
 

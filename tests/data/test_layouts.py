@@ -74,6 +74,10 @@ def test_folders_of_classes_are_the_words_of_pictures_without_any(tmp_path):
     assert found.layout == "pictures in 2 folders, whose names are their words"
     words = {one.origin: one.members["txt"].decode() for one in outcomes}
     assert words == {"train/dog/1": "dog", "train/tabby_cat/0": "tabby cat", "train/tabby_cat/2": "tabby cat"}
+    # Splits are no classes.
+    for split in ("train", "val"):
+        draw(tmp_path / "splits" / split / "0.png")
+    assert all(one.reason for one in looked(tmp_path / "splits")[1])
     # One caption changes what the others are: pictures without words, left out with a reason.
     (tmp_path / "train" / "dog" / "1.txt").write_text("a dog on a hill")
     _, outcomes = looked(tmp_path)
