@@ -180,11 +180,14 @@ _MARKS = {"user": ("\nQ: ", "\nA:"), "assistant": (" ", ""), "system": ("\n", ""
 
 
 def questions(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
-    """The media, then every question with its answer; a list of answers gives one each epoch."""
+    """The media, then every question with its answer; a list of answers gives one each epoch. Every epoch
+    another question comes last, for only behind the last answer does a model learn to end."""
     segments: list[Segment] = [group.media(member, options) for member in group.all(MEDIA)]
     turns = group.objects(entry.get("questions", [entry]), '"questions"')
     if not turns:
         raise group.bad('"questions" is empty')
+    first = epoch % len(turns)
+    turns = turns[first:] + turns[:first]
     for turn in turns:
         answer = turn.get("answer", turn.get("answers"))
         if isinstance(answer, list) and answer:
