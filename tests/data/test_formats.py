@@ -131,6 +131,16 @@ def test_only_answers_have_the_loss_of_text_and_media_come_undecoded():
     assert broken[0] == Image(b"not a picture")
 
 
+def test_every_epoch_another_question_comes_last():
+    """Behind the last answer alone stands the end of the document."""
+    turns = [{"question": f"q{i}?", "answer": f"a{i}"} for i in range(3)]
+    members = {"png": PNG, "json": json.dumps({"questions": turns}).encode()}
+    said = [[part.text for part in made(members, epoch) if isinstance(part, Text)] for epoch in range(4)]
+    assert said[0] == said[3] and [one[-1] for one in said[:3]] == [" a2", " a0", " a1"]
+    assert all(sorted(one) == sorted(said[0]) for one in said)
+    assert all(one.index(f" a{i}") == one.index(f"\nQ: q{i}?\nA:") + 1 for one in said for i in range(3))
+
+
 def test_a_list_of_captions_gives_one_each_epoch():
     members = {"jpg": JPG, "json": dump({"caption": ["a", "b", "c"]})}
     assert [made(members, epoch)[1].text for epoch in range(4)] == ["\na", "\nb", "\nc", "\na"]
