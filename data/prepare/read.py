@@ -299,7 +299,11 @@ def _folder(root: Path, options: InputOptions) -> Input:
         for end, path in ends.items():
             identity += [f"{key}.{end}", *_stamp(path)]
 
-    kinds = [f"{len(keys):,} files or files of one name"] if keys else []
+    kinds = []
+    if keys:
+        together = Counter(" + ".join(sorted(ends)) for ends in groups.values())
+        shown = ", ".join(f"{count:,} {names}" for names, count in together.most_common(3))
+        kinds = [f"files of one name: {shown}"]
     if words is not None:
         kinds = [f"pictures in {len(set(words))} folders, whose names are their words"]
     kinds += [f"rows of {path.name}" for path in (*lines, *tables)][:3]
