@@ -68,9 +68,10 @@ def test_coco_names_no_files_outside_its_folder(tmp_path):
 
 
 def test_folders_of_classes_are_the_words_of_pictures_without_any(tmp_path):
+    root = tmp_path / "classes"
     for i, name in enumerate(("tabby_cat", "dog", "tabby_cat")):
-        draw(tmp_path / "train" / name / f"{i}.png", i)
-    found, outcomes = looked(tmp_path)
+        draw(root / "train" / name / f"{i}.png", i)
+    found, outcomes = looked(root)
     assert found.layout == "pictures in 2 folders, whose names are their words"
     words = {one.origin: one.members["txt"].decode() for one in outcomes}
     assert words == {"train/dog/1": "dog", "train/tabby_cat/0": "tabby cat", "train/tabby_cat/2": "tabby cat"}
@@ -79,8 +80,8 @@ def test_folders_of_classes_are_the_words_of_pictures_without_any(tmp_path):
         draw(tmp_path / "splits" / split / "0.png")
     assert all(one.reason for one in looked(tmp_path / "splits")[1])
     # One caption changes what the others are: pictures without words, left out with a reason.
-    (tmp_path / "train" / "dog" / "1.txt").write_text("a dog on a hill")
-    _, outcomes = looked(tmp_path)
+    (root / "train" / "dog" / "1.txt").write_text("a dog on a hill")
+    _, outcomes = looked(root)
     assert [bool(one.reason) for one in outcomes] == [False, True, True]
 
 
