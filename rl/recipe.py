@@ -273,6 +273,12 @@ class RewardSection(Section):
     memory_mb: PositiveInt | None = 512
     """Memory of one worker process beyond its imports; "null" for no limit."""
 
+    @property
+    def of_tasks(self) -> bool:
+        """Whether the tasks themselves pay, and nothing else."""
+        names = [self.name] if isinstance(self.name, str) else self.name
+        return names in (["task"], ["random"]) and not self.weights and self.judge is None
+
     @model_validator(mode="after")
     def _check(self) -> RewardSection:
         if not self.low < self.high:
@@ -282,9 +288,6 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward.weights: {len(self.weights)} for {len(names)} functions; give one for each"
             )
-        plain = not self.weights and len(names) == 1 and self.judge is None
-        if plain and names[0] in ("task", "random") and (self.low, self.high) != (0.0, 1.0):
-            raise ValueError(f"reward.name={self.name!r} pays 0 to 1; leave out low and high")
         if self.judge is not None and self.judge.kind == "score" and not self.judge.model.startswith("hf:"):
             raise ValueError(f"reward.judge.model={self.judge.model!r}: kind 'score' takes hf:PATH")
         return self
@@ -407,6 +410,9 @@ class RLConfig(Section):
             raise ValueError(f"tasks: two entries are the same: {twice}; add up their weights")
         if not any(entry.weight for entry in self.tasks):
             raise ValueError("tasks: every weight is 0; give at least one a positive weight")
+        if self.reward.of_tasks and (self.reward.low, self.reward.high) != (0.0, 1.0):
+            if not any(entry.environment for entry in self.tasks):
+                raise ValueError(f"reward.name={self.reward.name!r} pays 0 to 1; leave out low and high")
         # A paused conversation would need the state of its running program as well.
         if self.has_tools and self.partial:
             raise ValueError(
