@@ -43,6 +43,11 @@ def test_what_cannot_work_is_named(given, message):
     assert message in str(error.value)
 
 
+def test_an_environment_pays_any_range():
+    playing = {"name": "episode", "environment": "gymnasium", "environment_options": {"id": "CartPole-v1"}}
+    assert RLConfig(tasks=[playing], reward={"high": 500.0}).reward.high == 500
+
+
 def test_token_corrections_do_not_fit_ratios_of_whole_answers():
     tasks = [{"name": "counting"}]
     token, geometric = {"mode": "tis"}, {"mode": "tis", "level": "geometric"}
@@ -59,7 +64,7 @@ def test_token_corrections_do_not_fit_ratios_of_whole_answers():
     "model,given,message",
     [
         (RewardSection, {"name": "a:b", "low": 1.0}, "expected low below high"),
-        (RewardSection, {"low": -1.0}, "pays 0 to 1"),
+        (RLConfig, {"tasks": [{"name": "counting"}], "reward": {"low": -1.0}}, "pays 0 to 1"),
         (CorrectionConfig, {"low": 1.5, "high": 3.0}, "must lie between"),
         (CorrectionConfig, {"high": 0.5}, "must lie between"),
     ],
