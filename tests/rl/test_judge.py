@@ -2,6 +2,7 @@
 go wrong."""
 
 import json
+import pickle
 import re
 import threading
 import time
@@ -10,10 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.rewards import Response, Rewards
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.rl.judge import CORRECT, HONEST, Judge, JudgeError, read_score
+from earlyfusion.rl.judge import CORRECT, HONEST, Judge, JudgeError, RewardModel, read_score
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -152,3 +155,62 @@ def test_a_hanging_judge_is_left_at_the_deadline(server, problem):
     assert time.perf_counter() - begun < 6
     with Rewards(patient, isolation="process", timeout_s=0.3, workers=1) as rewards:
         assert rewards([(problem, "3")])[0].status == "timeout"
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory):
+    """Folders of tiny sequence classifiers with random weights: number of outputs -> folder."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    words = {
+        word: i
+        for i, word in enumerate(["<pad>", "<unk>", "user", "assistant", "which", "is", "red", "blue"])
+    }
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    found = {}
+    for outputs in (1, 2):
+        torch.manual_seed(outputs)
+        config = LlamaConfig(
+            vocab_size=8,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=outputs,
+            pad_token_id=0,
+        )
+        found[outputs] = tmp_path_factory.mktemp("classifier") / str(outputs)
+        LlamaForSequenceClassification(config).save_pretrained(found[outputs])
+        fast.save_pretrained(found[outputs])
+    return found
+
+
+def test_a_reward_model_scores_the_conversation_as_its_chat_template_writes_it(classifiers):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    asked = (Message("user", (Text("which is red"),)),)
+    answers = [(*asked, Message("assistant", (Text(word),))) for word in ("red", "blue")]
+    problem = make_task("counting").sample(0)
+    group = [Response(problem, talk[-1].text, talk) for talk in answers]
+    reward = pickle.loads(pickle.dumps(RewardModel(str(classifiers[1]))))  # as a worker process gets it
+    scores = reward(group)
+    model = AutoModelForSequenceClassification.from_pretrained(classifiers[1]).eval()
+    for word, score in zip((6, 7), scores, strict=True):
+        with torch.no_grad():
+            wanted = model(input_ids=torch.tensor([[2, 4, 5, 6, 3, word]])).logits.item()
+        assert score == pytest.approx(wanted, abs=1e-6)
+    assert scores[0] != scores[1]
+    # Through the rewards of a run: any range, the whole group at once.
+    assert [one.value for one in Rewards(reward)(group, [2])] == pytest.approx(scores)
+
+
+def test_a_classifier_of_classes_is_no_reward_model(classifiers):
+    problem = make_task("counting").sample(0)
+    (judged,) = Rewards(RewardModel(str(classifiers[2])))([Response(problem, "red")], [1])
+    assert judged.status == "error" and "2 outputs; a reward model has one" in judged.detail
