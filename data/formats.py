@@ -534,12 +534,20 @@ def _text(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment
 
 
 def _caption(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
-    return [group.picture(), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
+    return [group.picture(), *_told(words(group, entry, options, epoch), options)]
+
+
+def _told(caption: str, options: Any) -> list[Segment]:
+    """A caption as it stands behind its picture, or as the answer to options.ask."""
+    if options.ask:
+        asked = Text(question_text(options.ask), options.question_loss)
+        return [asked, Text(answer_text(caption), options.text_loss)]
+    return [Text("\n" + caption, options.text_loss)]
 
 
 def _video(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:
     clip = group.media(group.one(VIDEOS, f"video ({', '.join(VIDEOS)})"), options)
-    return [clip, Text("\n" + words(group, entry, options, epoch), options.text_loss)]
+    return [clip, *_told(words(group, entry, options, epoch), options)]
 
 
 def _code(group: Group, entry: Record, options: Any, epoch: int) -> list[Segment]:

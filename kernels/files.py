@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from earlyfusion.kernels.errors import UserError
@@ -108,16 +109,21 @@ def json_object(line: str | bytes) -> Record | None:
 # ---- functions ----
 
 
+def module_here(name: str) -> ModuleType:
+    """A module by its name; the working directory counts as well. Raises what its import raises."""
+    if os.getcwd() not in sys.path:  # the console script, unlike `python -m`, does not look there
+        sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
 def function_at(place: str, key: str) -> Callable[..., Any]:
     """The function at `place`; the working directory counts as well. key: the recipe's, for the error.
 
     Raises UserError for a place that holds none.
     """
     module, _, name = place.partition(":")
-    if os.getcwd() not in sys.path:  # the console script, unlike `python -m`, does not look there
-        sys.path.append(os.getcwd())
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(module_here(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"{key} {place!r} cannot be imported ({error}); expected package.module:function"

@@ -34,6 +34,8 @@ from earlyfusion.vision.config import VisionConfig
 
 PATCH, PATCHES = 8, 1024
 """Pixels of a patch, and most patches of a picture."""
+ASK = "what does the picture show?"
+"""The question that captions answer."""
 TOKENS = 4096
 """Tokens of a training step, as nano takes them."""
 PASSES = 12
@@ -53,7 +55,7 @@ vocab_size = 2048               # trained on English and code; path = "FILE" tak
 [[data.sources]]
 name = "$source"
 kind = "webdataset"
-path = "$data"
+path = "$data"$ask
 weight = 0.8                    # share of the tokens; a part is held out and measured, also grey
 
 [[data.sources]]                # the Python manual: words without pictures; your own texts are better
@@ -170,6 +172,8 @@ def init(options: InitOptions) -> None:
         f"earlyfusion serve --model {run}",
     ):
         console.print(f"    {line}", soft_wrap=True, markup=False, highlight=False)
+    if any(one.format in ("caption", "video") for one in good):
+        console.print(f"and ask it: {ASK}", soft_wrap=True)
 
 
 def _tell(
@@ -227,12 +231,16 @@ def recipe_of(name: str, data: Path, good: Sequence[Outcome], count: int) -> str
     weights = ""
     if asks:
         weights = f"\nloss_weights = {{ {name_of(name)} = 10.0 }}  # an answer is short, and would drown"
+    ask = ""
+    if any(one.format in ("caption", "video") for one in good):
+        ask = f'''\noptions = {{ ask = "{ASK}" }}  # what captions answer; without it ask for none'''
     return Template(RECIPE).substitute(
         name=name,
         source=name_of(name),
         count=f"{count:,}",
         mean=f"{mean:.0f}",
         data=data.as_posix(),
+        ask=ask,
         patch=PATCH,
         patches=PATCHES,
         steps=f"{steps:<23}",

@@ -27,6 +27,9 @@ class ShardsOptions(Options):
     """Loss weight of captions, answers, regions and documents."""
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of questions and of what the system says."""
+    ask: str = ""
+    """A question before every caption of a picture or video, so that a model of captions answers it; "" puts
+    them behind the picture as they are."""
     text_fields: list[str] = ["caption", "text"]
     """Fields of a .json that may hold the text; the first that is there counts, before a .txt."""
     boxes: Literal["absolute", "normalized", "both"] = "both"

@@ -197,7 +197,9 @@ class Loop:
         def work() -> None:
             try:
                 value, outcome = method(*given), waiter.set_result
-            except BaseException as error:  # also SystemExit: it must not end this thread in silence
+            except Exception as error:
+                value, outcome = error, waiter.set_exception
+            except BaseException as error:  # SystemExit must not end this thread in silence
                 value, outcome = RuntimeError(f"{type(error).__name__}: {error}"), waiter.set_exception
             loop.call_soon_threadsafe(tell, outcome, value)
 

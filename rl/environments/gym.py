@@ -28,7 +28,7 @@ from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.kernels.errors import one_line
-from earlyfusion.kernels.files import Record, plain
+from earlyfusion.kernels.files import Record, module_here, plain
 from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step, environment
 
 
@@ -56,13 +56,13 @@ class Gymnasium(Environment):
             raise EnvironmentFault(
                 "environment 'gymnasium': pip install 'earlyfusion[environments]'"
             ) from None
-        name = f"{module}:{id}" if module else id
+        mode = "rgb_array" if render else None
         try:
-            self.game: Any = gymnasium.make(
-                name, render_mode="rgb_array" if render else None, **(options or {})
-            )
+            if module:
+                module_here(module)
+            self.game: Any = gymnasium.make(id, render_mode=mode, **(options or {}))
         except Exception as error:  # gymnasium's own, and whatever the game raises
-            raise EnvironmentFault(f"gymnasium.make({name!r}): {one_line(error, 200)}") from None
+            raise EnvironmentFault(f"gymnasium.make({id!r}): {one_line(error, 200)}") from None
         self.actions, self.render, self.words, self.size = list(actions), render, words, size
         space = self.game.action_space
         count = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None

@@ -131,6 +131,16 @@ def test_only_answers_have_the_loss_of_text_and_media_come_undecoded():
     assert broken[0] == Image(b"not a picture")
 
 
+def test_a_caption_may_answer_a_question():
+    members = {"png": PNG, "txt": b"a red cup"}
+    asked = made(members, ask="what is it?", question_loss=0.25)
+    assert [(part.text, part.loss) for part in asked[1:]] == [
+        ("\nQ: what is it?\nA:", 0.25),
+        (" a red cup", 1.0),
+    ]
+    assert [part.text for part in made(members)[1:]] == ["\na red cup"]
+
+
 def test_every_epoch_another_question_comes_last():
     """Behind the last answer alone stands the end of the document."""
     turns = [{"question": f"q{i}?", "answer": f"a{i}"} for i in range(3)]
