@@ -457,7 +457,12 @@ class Reinforcement:
             write_measured(self.out / "eval" / f"update-{self.update:06d}.jsonl", measured)
             weaker = next(({"sandbox": one.sandbox} for one in measured if one.sandbox), {})
             self.tracker.event(self.update, "eval", **found, **weaker)
-            accuracy = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
+            accuracy = ", ".join(
+                f"{label} {row['accuracy']:.3f}"
+                # Environments and partial credit pay other amounts than nothing and one.
+                + (f" (score {row['score']:.3f})" if row["score"] != row["accuracy"] else "")
+                for label, row in found.items()
+            )
             self.tracker.say(f"update {self.update}: greedy accuracy on held-out problems: {accuracy}")
         return found
 
