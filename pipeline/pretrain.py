@@ -20,11 +20,12 @@ directory) and report.html.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from earlyfusion.data.loading.loader import Loader
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate
@@ -34,8 +35,9 @@ from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.launch import launch
+from earlyfusion.pipeline.parallel.shard import full_state
 from earlyfusion.pipeline.plan import banner
-from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, replicate, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything, spread, whole
 from earlyfusion.pipeline.schedule import StageTable, due
 from earlyfusion.pipeline.stage_data import StageLoaders
 from earlyfusion.pipeline.step import LossMeter, Meter, PictureExchange, forward_backward
@@ -49,7 +51,7 @@ class Pretraining:
     def __init__(self, config: RunConfig, resume: bool) -> None:
         # Processes, seeds, and the tokenizer, which decides the size of the vocabulary.
         train = config.train
-        self.runtime = runtime = Runtime(train.mixed_precision, train.threads)
+        self.runtime = runtime = Runtime(train.mixed_precision, train.threads, config.parallel)
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
         self.config = config = self.fit_vocabulary(config)
@@ -60,10 +62,9 @@ class Pretraining:
         start = self.checkpoints.start(resume)
 
         # The model, spread over the ranks, and the optimizer over its parameters.
-        self.fusion = self.build_model()
+        self.model, self.fusion, self.plain = spread(self.build_model, runtime)
         self.fusion.decoder.recompute = train.recompute
         check_frozen(self.fusion, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
-        self.model = replicate(self.fusion, runtime)
         self.optimizer = build.optimizer(config.optim, self.fusion)
         self.guard = Guard(config.guard.policy, runtime.agree)
 
@@ -100,11 +101,11 @@ class Pretraining:
 
     def build_evaluator(self) -> evaluate.Evaluator:
         """What measures the model, during the run and after it."""
-        return evaluate.Evaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+        return evaluate.Evaluator(self.config, self.plain, self.tokenizer, self.runtime, self.out)
 
     def write_outputs(self, facts: Record) -> Sequence[str]:
         """The model directory and the report, by rank 0; returns lines to show. facts: of the run."""
-        return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
+        return evaluate.write_outputs(self.out, self.plain, self.tokenizer, facts)
 
     # ------------------------------------------------------------------------------------------- the loop
 
@@ -162,7 +163,7 @@ class Pretraining:
             if runtime.should_stop():
                 return self.leave_early()
             if due(config.eval.every, self.step, self.total):
-                with self.meter.paused():
+                with self.meter.paused(), whole(self.plain, self.fusion):
                     self.evaluator.run(self.step, self.tracker, final=False)
             if due(config.checkpoint.every, self.step, self.total):
                 with self.meter.paused():
@@ -202,8 +203,8 @@ class Pretraining:
         losses = self.runtime.sum(self.loss_meter.sums_S22).cpu()  # of all ranks: the file keeps rank 0's
         path = self.checkpoints.save(
             self.step,
-            model=self.fusion.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            model=full_state(self.fusion.state_dict()),
+            optimizer=full_state(self.optimizer.state_dict()),
             trainer={"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": losses},
             lanes=self.loaders.state_dict(),
         )
@@ -238,19 +239,23 @@ class Pretraining:
         """The last evaluation and checkpoint, the model directory and the report."""
         # The stage of the last step taken: with run.steps it need not be the recipe's last one.
         loader = self.loaders.at(self.stages.index(max(0, self.step - 1)))
-        with self.meter.paused():
+        with self.meter.paused(), whole(self.plain, self.fusion):
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self.save()
-        if self.runtime.is_main:
-            shares = loader.stats()["shares"]
-            facts = build.run_facts(self.config, self.step, self.meter.seconds, self.runtime)
-            facts["tokens"] = int(self.meter.totals["tokens"])
-            facts["sources"] = evaluate.source_facts(self.config, shares)
-            facts["evals"] = {key: round(value, 4) for key, value in headline.items()}
-            for line in self.write_outputs(facts):
-                self.tracker.say(line)
+            if self.runtime.is_main:
+                self.write_all(loader, headline)
         self.runtime.barrier()
         return EXIT_OK
+
+    def write_all(self, loader: Loader, headline: Mapping[str, float]) -> None:
+        """What rank 0 writes at the end."""
+        shares = loader.stats()["shares"]
+        facts = build.run_facts(self.config, self.step, self.meter.seconds, self.runtime)
+        facts["tokens"] = int(self.meter.totals["tokens"])
+        facts["sources"] = evaluate.source_facts(self.config, shares)
+        facts["evals"] = {key: round(value, 4) for key, value in headline.items()}
+        for line in self.write_outputs(facts):
+            self.tracker.say(line)
 
     def close(self) -> None:
         """Stop threads, close files, give the signal handlers back."""

@@ -6,8 +6,10 @@ broadcast it). Reductions are sums and maxima of small float64 tensors; with one
 
 How a model is spread over ranks and how their gradients meet: the one place that knows.
 
-Today every rank holds the whole model. Two ways bring the gradients together:
+Three ways bring the gradients together:
 
+    shard                what `parallel` of the recipe asks for beyond replicas (parallel/): reduced as the
+                         backward pass goes, summed
     replicate            DDP: every rank runs the same number of micro-batches, and the exchange of one bucket
                          overlaps with the backward pass of the next (pretraining, fine-tuning)
     exchange_gradients   once, after the backward passes: a rank may run any number of rows, none too, and a
@@ -15,7 +17,7 @@ Today every rank holds the whole model. Two ways bring the gradients together:
                          reducer waits for every rank's forward pass and makes zeros of missing gradients, and
                          a step on zeros goes along the optimizer's old momentum.
 
-Sharded parameters would replace both here; nothing else knows about ranks' gradients.
+Nothing else knows about ranks' gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -45,12 +47,16 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.parallel import shard
+from earlyfusion.pipeline.parallel.mesh import Layout, sizes_of
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-OTHER_TRAINERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What `accelerate launch` announces as ACCELERATE_USE_<name>=true."""
+OTHER_TRAINERS = ("DEEPSPEED", "MEGATRON_LM")
+"""What `accelerate launch` announces as ACCELERATE_USE_<name>=true and nothing here obeys."""
 LEAVE_S = timedelta(seconds=20)
 """Most that a process waits at its end for the others, one of which may have failed."""
 COUNTS_OF_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -88,7 +94,7 @@ def check_launcher(
         for option, value in pairwise([*options, ""]):
             if option == "--gradient_accumulation_steps":
                 said["GRADIENT_ACCUMULATION_STEPS"] = value
-            elif option in ("--use_fsdp", "--use_deepspeed"):
+            elif option == "--use_deepspeed":
                 said[option[2:].upper()] = "true"
 
     precision, dynamo = said.get("MIXED_PRECISION", "no"), said.get("DYNAMO_BACKEND", "NO")
@@ -109,7 +115,8 @@ def check_launcher(
         )
     elif others:
         problem = (
-            f"accelerate was configured for {others[0]}: data parallel (DDP) alone is here; launch without it"
+            f"accelerate was configured for {others[0]}, which keeps weights in flat buffers of its own,"
+            " where Muon finds no matrices; use FSDP2 (fsdp_version: 2, or parallel.dp_shard of the recipe)"
         )
     elif dynamo.upper() != "NO":
         problem = f"accelerate was given the dynamo backend {dynamo}: launch with no"
@@ -229,13 +236,21 @@ class Runtime:
     mixed_precision: "no" or "bf16". threads: torch CPU threads; None keeps torch's choice.
     """
 
-    def __init__(self, mixed_precision: str = "no", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        mixed_precision: str = "no",
+        threads: int | None = None,
+        parallel: ParallelSection | None = None,
+    ) -> None:
         check_versions()
         # On a GPU tensors come from torch's own pool.
         if not torch.cuda.is_available():
             keep_freed_memory()
         if threads is not None:
             torch.set_num_threads(threads)
+        # Before accelerate reads its words: it would shard by them a second time.
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = sizes_of(parallel or ParallelSection(), world)
         # Buffers hold per-rank statistics (max logits, expert load):
         # DDP must not overwrite them with rank 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -247,6 +262,7 @@ class Runtime:
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
+        self.layout = Layout(sizes, self.rank, self.device.type)
         self.stop = StopFlag()
         self.groups: list[dist.ProcessGroup] = []
 
@@ -294,10 +310,12 @@ class Runtime:
     def check_lanes(self, lanes: int) -> None:
         """UserError when micro-batch lanes do not divide evenly over the processes."""
         # Lane i is data of its own, whichever rank reads it: so another world size can go on.
-        if lanes % self.world:
+        groups = self.layout.data_world
+        if lanes % groups:
+            what = "processes" if groups == self.world else "data groups (dp_replicate x dp_shard)"
             raise UserError(
-                f"{lanes} lanes cannot be shared evenly by {self.world} processes: set the stage's lanes to a"
-                f" multiple of {self.world}, or start a number of processes that divides {lanes}"
+                f"{lanes} lanes cannot be shared evenly by {groups} {what}: set the stage's lanes to a"
+                f" multiple of {groups}, or start a number of processes that divides {lanes}"
             )
 
     def barrier(self) -> None:
@@ -332,9 +350,30 @@ def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
     return runtime.accelerator.prepare_model(model)
 
 
+def spread(
+    build: Callable[[], NativeFusion], runtime: Runtime
+) -> tuple[nn.Module, NativeFusion, NativeFusion]:
+    """(what is called in training, the module itself, what evaluates): replicated, or sharded as the recipe
+    asks. The last is the module, or a copy that holds weights inside `whole` alone."""
+    if not runtime.layout.sharded:
+        fusion = build()
+        return replicate(fusion, runtime), fusion, fusion
+    precision = runtime.accelerator.mixed_precision
+    model, plain = shard.spread(build, runtime.layout, runtime.device, precision)
+    return model, model, plain
+
+
+def whole(plain: NativeFusion, fusion: NativeFusion) -> AbstractContextManager[NativeFusion]:
+    """Around evaluation: `plain` (of `spread`) with the weights that `fusion` has now. Every rank calls
+    it."""
+    return nullcontext(plain) if plain is fusion else shard.gathered(plain, fusion)
+
+
 def gradient_sync(model: nn.Module, runtime: Runtime, last: bool) -> AbstractContextManager[None]:
-    """Around a micro-batch of a replicated model: gradients are exchanged in the last one of a step only."""
-    return nullcontext() if last else runtime.accelerator.no_sync(model)
+    """Around a micro-batch of a replicated model: gradients are exchanged in the last one of a step only.
+    Sharded gradients are reduced in every one: kept whole they would take the memory that was saved."""
+    kept = last or runtime.layout.sharded
+    return nullcontext() if kept else runtime.accelerator.no_sync(model)
 
 
 def exchange_gradients(model: nn.Module, runtime: Runtime) -> None:

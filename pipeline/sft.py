@@ -144,7 +144,7 @@ class FineTuning(Pretraining):
         return model
 
     def build_evaluator(self) -> evaluate.Evaluator:
-        evaluator = ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+        evaluator = ChatEvaluator(self.config, self.plain, self.tokenizer, self.runtime, self.out)
         # A model that was taught documents alone is asked as pretraining asks.
         evaluator.chat = self._speaks_chat()
         return evaluator
@@ -180,7 +180,7 @@ class FineTuning(Pretraining):
         # The template is how generate, chat, serve and eval know the form.
         tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
         return evaluate.write_outputs(
-            self.out, self.fusion, tokenizer, facts | {"base": start, "notes": notes}
+            self.out, self.plain, tokenizer, facts | {"base": start, "notes": notes}
         )
 
 

@@ -297,10 +297,11 @@ def forward_backward(
     model: NativeFusion, replicated or bare. batches: this rank's micro-batches on its device. routes: of
     `PictureExchange`, one (or None) a micro-batch; empty: every rank encodes its own pictures.
     """
-    # What the loss is divided by: the weights of all ranks. DDP averages gradients, hence the world size.
+    # What the loss is divided by: the weights of all ranks. DDP averages gradients, hence the world size;
+    # those of shards are summed.
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
     weight = runtime.sum(torch.stack(weights).sum()).clamp_min(1e-12)
-    scale = runtime.world / weight
+    scale = (1 if runtime.layout.sharded else runtime.world) / weight
 
     losses = []
     for index, batch in enumerate(batches):

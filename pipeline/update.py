@@ -33,6 +33,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import Router, moe_layers, update_router_biases
+from earlyfusion.pipeline.parallel.shard import clip_grad_norm as shard_grad_norm
 from earlyfusion.pipeline.runtime import Runtime
 
 WINDOW, SIGMA = 128, 8.0
@@ -176,7 +177,10 @@ def update(
         parameter.grad = None
     # The norm is measured in any case: the guard and the log want it.
     limit = float("inf") if clip_grad_norm is None else clip_grad_norm
-    grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+    if runtime.layout.sharded:
+        grad_norm = shard_grad_norm(model, limit, runtime.layout)
+    else:
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
 
     # A step on zeros would go along an old direction, and the
     # guard, which compares norms, need not hear of it.

@@ -193,6 +193,16 @@ class ParallelSection(Section):
     """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
     ranks' work differs by more than a tenth; on, in every step that gets more even; off, never. One process
     never does."""
+    dp_replicate: PositiveInt | None = None
+    """Replicas of the model; null: what the other sizes leave of the processes."""
+    dp_shard: PositiveInt = 1
+    """Shards of weights, gradients and optimizer state (FSDP2); with dp_replicate it is HSDP."""
+    cp: PositiveInt = 1
+    """Processes that share a packed row of tokens (context parallel)."""
+    ep: PositiveInt = 1
+    """Processes that share out every layer's experts; divides dp_shard x cp."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
 
 
 class GuardSection(Section):

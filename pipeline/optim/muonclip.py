@@ -10,9 +10,10 @@ times larger, which Newton-Schulz does not see. An update has root mean square `
 reaches 1, so one learning rate serves both families. Sources: Jordan et al. 2024; Moonlight (arXiv
 2502.16982); Kimi K2 (2507.20534).
 
-A parameter without a gradient is left alone entirely: no decay, no momentum decay, no state. Which those are
-must be the same on every rank (with DDP or FSDP it is: gradients are reduced). Under DDP all ranks take the
-same step; sharded parameters (whole heads, whole experts) are updated where their rows are.
+A parameter without a gradient is left alone entirely: no decay, no momentum decay, no state. Under DDP all
+ranks take the same step, and who has no gradient must be the same on all (it is: gradients are reduced). Of
+sharded parameters whole heads and whole experts are updated where their rows are; a matrix that is cut goes
+to one rank for Newton-Schulz (owners.py), and a gradient that some of its ranks lack counts as zeros there.
 """
 
 from collections.abc import Iterable
@@ -25,10 +26,19 @@ from torch.optim.adamw import adamw
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.files import Record
 from earlyfusion.kernels.muon.naive import coefficients
+from earlyfusion.kernels.muon.newton_schulz import default_dtype
 from earlyfusion.pipeline.config.schema import OptimSection
+from earlyfusion.pipeline.optim.owners import Cut, agreed, exchanged, is_cut
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.registry import BETAS, optimizer, param_groups
-from earlyfusion.pipeline.optim.routing import RoutingError, block_scale, local_part, sections
+from earlyfusion.pipeline.optim.routing import (
+    BlockSpec,
+    RoutingError,
+    block_scale,
+    check_groups,
+    local_part,
+    sections,
+)
 
 CHUNK_ELEMENTS = {"cpu": 2**19}
 """Most elements in one stacked Newton-Schulz call by device type: on a CPU what a core's cache holds."""
@@ -68,6 +78,8 @@ class MuonClip(torch.optim.Optimizer):
         qk_clip: float | None = None,
     ) -> None:
         coefficients(ns)
+        groups = list(groups)
+        check_groups(groups)
         super().__init__(groups, {})
         self.momentum, self.ns, self.ns_dtype, self.eps = momentum, ns, ns_dtype, eps
         self.qk_clip = None if qk_clip is None else QKClip(model, qk_clip)
@@ -126,16 +138,14 @@ class MuonClip(torch.optim.Optimizer):
         # Blocks of one size of all weights in one stack, so that one Newton-Schulz call serves many weights;
         # a full stack is worked off at once, which bounds memory and keeps its passes in cache.
         waiting: dict[Any, list[Blocks]] = {}
-        for param, spec in zip(group["params"], group["blocks"], strict=True):
-            if param.grad is None:
+        here: list[tuple[str, Any, BlockSpec]] = []
+        cut: list[tuple[str, Any, BlockSpec]] = []
+        for name, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
+            (cut if is_cut(param, spec) else here).append((name, param, spec))
+        for _, param, spec in here:
+            if param.grad is None or not local_part(param).numel():
                 continue
-            state, dtype = self.state[param], state_dtype(param.dtype)
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(
-                    param, dtype=dtype, memory_format=torch.contiguous_format
-                )
-            weight, momentum = local_part(param), local_part(state["momentum_buffer"])
-            grad = local_part(param.grad).to(dtype).contiguous()
+            weight, grad, momentum = self._operands(param)
 
             # Views: nothing is copied.
             for parts in zip(sections(weight, spec), sections(grad, spec), sections(momentum, spec)):
@@ -154,6 +164,47 @@ class MuonClip(torch.optim.Optimizer):
                     low = high
         for stack in waiting.values():
             self._update(group, stack)
+        if cut:
+            self._update_cut(group, cut)
+
+    def _operands(self, param: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's part of a weight, of its gradient and of its momentum, which begins at zero."""
+        state, dtype = self.state[param], state_dtype(param.dtype)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(
+                param, dtype=dtype, memory_format=torch.contiguous_format
+            )
+        weight, momentum = local_part(param), local_part(state["momentum_buffer"])
+        grad = torch.zeros_like(weight) if param.grad is None else local_part(param.grad)
+        return weight, grad.to(dtype).contiguous(), momentum
+
+    def _update_cut(self, group: Record, cut: list[tuple[str, Any, BlockSpec]]) -> None:
+        """One Muon update of matrices whose rows lie on several ranks, in place."""
+        known = agreed([param for _, param, _ in cut])
+        waiting = []
+        for name, param, spec in (one for one, has in zip(cut, known, strict=True) if has):
+            _, grad, momentum = self._operands(param)
+            momentum.lerp_(grad, 1 - self.momentum)
+            update = torch.lerp(grad, momentum, self.momentum)
+            # What Newton-Schulz rounds to anyway is rounded before it travels.
+            wide = update.dtype == torch.float64
+            dtype = update.dtype if wide else self.ns_dtype or default_dtype(update.device)
+            waiting.append(Cut(name, param, spec, update.to(dtype)))
+        for one, ortho in exchanged(waiting, self._orthogonal):
+            weight, lr = local_part(one.param), float(group["lr"])
+            update = ortho.to(state_dtype(weight.dtype))
+            weight.sub_(update.add_(weight, alpha=group["weight_decay"]), alpha=lr)
+
+    def _orthogonal(self, update_RC: Tensor, spec: BlockSpec) -> Tensor:
+        """The whole update of a matrix, block by block, scaled: the same shape."""
+        out_RC = torch.empty_like(update_RC)
+        for given, out in zip(sections(update_RC, spec), sections(out_RC, spec)):
+            count, together, rows, columns = given.shape
+            blocks_Brc = given.reshape(count, together * rows, columns)
+            newton_schulz = resolve("newton_schulz", blocks_Brc)
+            ortho = newton_schulz(blocks_Brc, preset=self.ns, dtype=self.ns_dtype)
+            out.copy_((ortho * block_scale(together * rows, columns)).view_as(out))
+        return out_RC
 
     def _update(self, group: Record, stack: list[Blocks]) -> None:
         """One Muon update of blocks of one size, in place."""

@@ -109,11 +109,14 @@ def build_param_groups(
     aligned with params; blocks are empty lists for AdamW).
 
     Raises:
-        RoutingError: heads do not divide, a shard cuts a block, or nothing would be trained by Muon.
+        RoutingError: heads do not divide, a shard is no shard of rows, flat shards, or nothing would be
+            trained by Muon.
     """
     modules = dict(model.named_modules())
     groups: dict[str, Record] = {}
     for fqn, param in model.named_parameters():
+        if "_flat_param" in fqn:
+            check_groups([{"family": "muon", "fqns": [fqn], "params": [param]}])
         owner = fqn.rpartition(".")[0]
         family, decayed = _route(fqn, param, modules[owner], muon_vision)
         spec: BlockSpec = []
@@ -123,7 +126,7 @@ def build_param_groups(
         elif family == "muon":
             # Of a Linear: the module that holds it knows the heads.
             spec = _block_spec(fqn, param, modules[owner.rpartition(".")[0]], head_group_size)
-            _check_shard(fqn, param, spec)
+            _check_shard(fqn, param)
 
         # Four groups at most: a family, with decay or without.
         name = family if decayed else f"{family}_no_decay"
@@ -186,23 +189,28 @@ def _block_spec(fqn: str, param: Tensor, parent: Any, heads_together: int | None
     return [parts * heads // heads_together, heads_together, *sizes]
 
 
-def _check_shard(fqn: str, param: Tensor, spec: BlockSpec) -> None:
-    """RoutingError unless this rank holds whole blocks: everything, whole experts, or rows cut between
-    blocks."""
-    if not is_sharded(param):
-        return
-    local, unit = param.to_local(), spec[1] * sum(spec[2:])
-    cuts = [placement for placement in param.placements if not placement.is_replicate()]
-    if any(not placement.is_shard(0) for placement in cuts) or local.numel() == 0:
-        raise RoutingError(
-            f"{fqn}: Muon supports Replicate and Shard(0) with rows on every rank, not {param.placements}"
-        )
-    # A block in two shards would be orthogonalised as two matrices.
-    if cuts and param.ndim == 2 and local.shape[0] % unit:
-        raise RoutingError(
-            f"{fqn}: a shard of {local.shape[0]} of {param.shape[0]} rows cuts a Muon block of {unit} rows:"
-            " keep the parameter replicated, or use blocks per head that match the shards"
-        )
+def _check_shard(fqn: str, param: Tensor) -> None:
+    """RoutingError for a sharded parameter that Muon cannot put together again: it takes rows of matrices,
+    and whole experts."""
+    placements: Sequence[Any] = param.placements if is_sharded(param) else ()
+    if any(not placed.is_replicate() and placed.dim != 0 for placed in placements):
+        raise RoutingError(f"{fqn}: Muon takes Replicate and Shard(0), not {placements}")
+
+
+def check_groups(groups: Sequence[Record]) -> None:
+    """RoutingError for groups in which Muon would train what is no matrix: a lookup table, a vector, a flat
+    shard of FSDP 1 or DeepSpeed."""
+    for group in groups:
+        if group["family"] != "muon":
+            continue
+        for fqn, param in zip(group["fqns"], group["params"], strict=True):
+            if param.ndim < 2 or "_flat_param" in fqn:
+                raise RoutingError(
+                    f"{fqn} of shape {tuple(param.shape)} is in a Muon group, which takes matrices: shard"
+                    " with FSDP2 (parallel.dp_shard), which keeps them, and put vectors into an adamw group"
+                )
+            if _LOOKUP.search(fqn):
+                raise RoutingError(f"{fqn} is a lookup table in a Muon group: put it into an adamw group")
 
 
 def blocks_in_words(shape: Sequence[int], spec: BlockSpec) -> str:
