@@ -68,8 +68,10 @@ config.json of public checkpoints: model.kv_norm_eps model.linear_attn_config.kd
   vision.in_patch_limit_each_frame vision.max_patches_per_side vision.merge_kernel_size
   vision.norm vision.norm_eps vision.pos_emb_interpolation vision.pos_emb_time vision.projector
   vision.projector_ln_eps vision.rope_theta
-limits against hostile files, which the errors name: data.decode.animation_max_pixels   data.decode.video_max_frames data.decode.video_max_patches data.decode.video_max_pixels
-  data.decode.video_max_seconds the reader that a machine has: data.decode.video_backend
+limits against hostile files, which the errors name: data.decode.animation_max_pixels
+  data.decode.video_max_frames data.decode.video_max_patches data.decode.video_max_pixels
+  data.decode.video_max_seconds
+the reader that a machine has: data.decode.video_backend
 laws of the loader hold them, resume, order, mixture: data.lookahead data.sources.max_epochs data.val_fraction
   data.workers
 walls around reward functions of others: reward.memory_mb
@@ -78,12 +80,12 @@ walls around reward functions of others: reward.memory_mb
   optim.ns optim.qk_clip
 the form of a question, and the data of text_math: tasks.options tasks.thought
 entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty eval.tasks.environment
-    eval.tasks.options eval.tasks.power eval.tasks.thought
+  eval.tasks.options eval.tasks.power eval.tasks.thought
 stages that train a part of the model: train.frozen
 a mixture that changes by stage or within one: stages.weights stages.mix.weights stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
-size of the curated batch: partial rollouts: stale.max_lag
+partial rollouts: stale.max_lag
 """
 """Who needs a key that no recipe sets and no document names: reason, then keys."""
 
