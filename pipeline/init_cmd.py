@@ -1,7 +1,8 @@
 """`earlyfusion init NAME --from SRC`: looks at data of your own, says what it found, and writes a recipe for
 it.
 
-    earlyfusion init shapes --from photos/      ->  shapes/recipe.toml, and the next three commands
+    earlyfusion init shapes --from photos/
+        ->  shapes/recipe.toml, and the next three commands
 
 SRC is anything that `earlyfusion prepare` reads. Of many samples some are looked at, evenly spread.
 """

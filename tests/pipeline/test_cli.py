@@ -131,6 +131,11 @@ generate --model NONE --prompt x
 generate --model embedded:skills
 generate --model embedded:skills --image NONE
 generate --model embedded:skills --image FILE
+init
+init NONE
+init shapes
+init shapes --from NONE
+init shapes --from FILE
 prepare
 prepare NONE --out FILE
 prepare FILE --out FILE/below

@@ -214,7 +214,7 @@ def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
         ({"ptx": {"coef": 0.5}}, "data.sources"),
         ({"rollout": {"group_size": 1}}, "no advantage"),
         ({"train": {"frozen": ["visoin"]}}, "matches no parameter"),
-        ({"run": {"init_from": "/nowhere/at/all"}}, "no such directory"),
+        ({"run": {"init_from": "/nowhere/at/all"}}, "no such file or directory"),
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_is_written(folder, tmp_path, changes, message):

@@ -15,6 +15,7 @@ from earlyfusion.rl import watch
 from earlyfusion.rl.rollouts.log import read_rollouts
 
 httpx = pytest.importorskip("httpx")
+expect = pytest.importorskip("playwright.sync_api").expect
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,9 @@ def test_the_page_follows_and_compares_runs(tmp_path, open_page):  # noqa: F811
         page.get_by_text("Rollouts of skills").first.wait_for()
         picture = page.locator("#rollouts img").first
         picture.scroll_into_view_if_needed()
-        page.wait_for_function("document.querySelector('#rollouts img').naturalWidth > 0")
+        # (The page forbids what `wait_for_function` does: a text that becomes a program.)
+        expect(picture).to_have_js_property("complete", True)
+        assert picture.evaluate("one => one.naturalWidth") > 0
         assert (
             page.locator("#rollouts .said", has_text="<b>").count() > 0
             and page.locator("#rollouts b").count() == 0
@@ -202,7 +205,7 @@ def test_the_page_follows_and_compares_runs(tmp_path, open_page):  # noqa: F811
         page.get_by_label("Kind").first.select_option("ocr/0/rendered")
         page.get_by_text("at update 1").wait_for()
         shown = page.locator("#rollouts > div").first.locator(".card")
-        page.wait_for_function("document.querySelectorAll('#rollouts > div:first-child .card').length === 3")
+        expect(shown).to_have_count(3)
         assert all("ocr/0/rendered" in text for text in shown.all_text_contents())
 
         # What is written now is seen without being asked for.
