@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import Experts, SwiGLU
 from earlyfusion.pipeline.optim.routing import is_sharded, local_part
+from earlyfusion.pipeline.parallel.experts import share_out
 from earlyfusion.pipeline.parallel.mesh import Layout
 
 def shard(model: Any, layout: Layout, mixed_precision: str = "no") -> None:
@@ -169,6 +170,8 @@ def spread(
     config, random_state = known[0]
     with torch.device("meta"):
         model, plain = NativeFusion(config), NativeFusion(config)
+    if layout.sizes.ep > 1:
+        share_out(model, layout)
     shard(model, layout, mixed_precision)
     fill(model, source, device)
     # As if every rank had drawn the weights.
