@@ -241,44 +241,52 @@ class MultiHeadLatentAttention(Fp32State):
         counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip
         shrink a head.
         """
-        if self.low_rank_query:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
-        else:
-            query = self.q_proj(x_TD)
-        q_THQ = query.view(-1, self.num_heads, self.qk_head_dim)
-
-        c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split(
-            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
-        )
-        c_TR = self.kv_a_layernorm(c_TR)
-
+        q_THQ, c_TR, rope_T1 = self.project(x_TD)
         if past is not None:
             # Before attention: a token sees itself.
             past.memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), past.plan)
         if past is None or past.plan.fresh:
-            o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
+            o_THV = self.attend(q_THQ, c_TR, rope_T1, segments, counted_T)
         elif past.plan.past is not None:
             key_segments, rows_L = past.plan.past
             o_THV = self._attend_expanded(q_THQ, past.memory.latents_XR[rows_L], segments, key_segments)
         else:
             o_THV = self._attend_cached(q_THQ, past.memory, past.plan)
+        return self.output(x_TD, o_THV)
 
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, nope + rope], latents [T, R] and the keys that all heads share [T, rope]."""
+        if self.low_rank_query:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        else:
+            query = self.q_proj(x_TD)
+        c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        return query.view(-1, self.num_heads, self.qk_head_dim), self.kv_a_layernorm(c_TR), rope_T1
+
+    def output(self, x_TD: Tensor, o_THV: Tensor) -> Tensor:
+        """y_TD of the heads' outputs, gated by the token itself where the model has a gate."""
         y = o_THV.flatten(1)
         if self.g_proj is not None:
             y = y * self.g_proj(x_TD).sigmoid()
         return self.o_proj(y)
 
-    def _attend(
+    def attend(
         self,
         q_THQ: Tensor,
         c_TR: Tensor,
         rope_T1: Tensor,
         segments: Segments,
         counted_T: Tensor | None = None,
+        heads: slice = slice(None),
     ) -> Tensor:
-        kv = self.kv_b_proj(c_TR).view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        """Attention of queries of these heads over the same tokens."""
+        rows = self.qk_nope_head_dim + self.v_head_dim
+        weight = self.kv_b_proj.weight.view(self.num_heads, rows, -1)[heads].flatten(0, 1)
+        kv = linear(c_TR, weight).unflatten(1, (-1, rows))
         k_nope, v_THV = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        shared = rope_T1.unsqueeze(1).expand(-1, self.num_heads, -1).to(k_nope.dtype)
+        shared = rope_T1.unsqueeze(1).expand(-1, kv.shape[1], -1).to(k_nope.dtype)
         k_THQ = torch.cat([k_nope, shared], dim=-1)
 
         # Only training measures the largest logit.
@@ -294,7 +302,8 @@ class MultiHeadLatentAttention(Fp32State):
                 largest = resolve("max_logit", q_THQ)(
                     q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
                 )
-                torch.maximum(self.max_logit, largest, out=self.max_logit)
+                known_H = self.max_logit[heads]
+                torch.maximum(known_H, largest, out=known_H)
         return o_THV
 
     def _attend_expanded(

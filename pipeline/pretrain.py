@@ -126,7 +126,7 @@ class Pretraining:
 
             # Forward and backward; pictures may be encoded on other ranks, gradients are averaged over all.
             self.model.train()
-            routes = self.exchange.routes(batches, stage.max_patches)
+            batches, routes = self.exchange.spread(batches, stage.max_patches)
             loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes)
 
             # Clip, let the guard look at it, step or forget.
@@ -143,11 +143,12 @@ class Pretraining:
             )
 
             # Count what the step did.
-            decoder_flops, vision_flops = build.step_flops(self.fusion.config, on_host)
+            own = on_host if runtime.layout.counts else []
+            decoder_flops, vision_flops = build.step_flops(self.fusion.config, own)
             self.meter.step(
-                tokens=sum(batch.num_tokens for batch in batches),
-                patches=sum(batch.num_patches for batch in batches),
-                samples=sum(batch.segments.num for batch in batches),
+                tokens=sum(batch.num_tokens for batch in own),
+                patches=sum(batch.num_patches for batch in own),
+                samples=sum(batch.segments.num for batch in own),
                 decoder_flops=decoder_flops,
                 vision_flops=vision_flops,
             )

@@ -37,6 +37,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.parallel.context import cut
 from earlyfusion.pipeline.runtime import Runtime, gradient_sync
 from earlyfusion.vision.balance import Route, complaint, gather_grids, plan_step
 from earlyfusion.vision.patches import VisionCost
@@ -203,9 +204,10 @@ class PictureExchange:
     """
 
     def __init__(self, section: ParallelSection, config: FusionConfig, runtime: Runtime) -> None:
-        self.runtime, self.vision = runtime, config.vision
+        self.runtime, self.vision, self.pad_id = runtime, config.vision, config.text.pad_token_id
         self.cost = VisionCost.from_config(config.vision)
-        self.setting = section.exchange_pictures if runtime.world > 1 else "off"
+        # Ranks of one row deal its pictures out among themselves.
+        self.setting = "off" if runtime.world == 1 or runtime.layout.sizes.cp > 1 else section.exchange_pictures
         self.above = 1.0 if self.setting == "on" else EXCHANGE_ABOVE
         if runtime.world == 1:
             return
@@ -220,6 +222,18 @@ class PictureExchange:
             if dist.is_gloo_available():
                 # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
                 self.planning = runtime.new_group("gloo")
+
+    def spread(
+        self, batches: Sequence[PackedBatch], max_patches: int | None = None
+    ) -> tuple[list[PackedBatch], list[Any]]:
+        """(what this rank computes of its micro-batches, a route for the pictures of each); every rank calls
+        it, once a step."""
+        layout = self.runtime.layout
+        if layout.sizes.cp == 1:
+            return list(batches), list(self.routes(batches, max_patches))
+        group, merge = layout.mesh["cp"].get_group(), self.vision.merge_kernel_size
+        parts = [cut(one, layout.cp_rank, group, self.pad_id, self.cost, merge) for one in batches]
+        return [part for part, _ in parts], [way for _, way in parts]
 
     def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
         """A route for each of this rank's micro-batches; None: encode the own pictures.

@@ -166,6 +166,11 @@ class Layout:
         return self.sizes.dp_replicate * self.sizes.dp_shard
 
     @property
+    def counts(self) -> bool:
+        """Whether this rank counts what its data group reads: one of each does."""
+        return self.pp_rank == self.cp_rank == 0
+
+    @property
     def sharded(self) -> bool:
         """Whether more than DDP is asked for."""
         return not self.sizes.plain

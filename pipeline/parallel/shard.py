@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import Experts, SwiGLU
 from earlyfusion.pipeline.optim.routing import is_sharded, local_part
+from earlyfusion.pipeline.parallel.context import share_rows
 from earlyfusion.pipeline.parallel.experts import share_out
 from earlyfusion.pipeline.parallel.mesh import Layout
 
@@ -172,6 +173,8 @@ def spread(
         model, plain = NativeFusion(config), NativeFusion(config)
     if layout.sizes.ep > 1:
         share_out(model, layout)
+    if layout.sizes.cp > 1:
+        share_rows(model)
     shard(model, layout, mixed_precision)
     fill(model, source, device)
     # As if every rank had drawn the weights.
