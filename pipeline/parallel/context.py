@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.dispatch import resolve
@@ -158,7 +157,7 @@ def kda(
 
     # What the convolution reads of the stretch before, as far as it is of the same document.
     reach = weight.shape[1] - 1
-    tails = all_gather(qkv[-reach:].contiguous(), group)
+    tails = gather(qkv[-reach:], group)
     taps_NCW1 = qkv.new_zeros(segments.num, qkv.shape[1], reach)
     if earlier:
         known = min(earlier, reach)
@@ -182,7 +181,7 @@ def kda(
         # Behind a document that ends on this rank nothing is left of what entered.
         through = passed[0] if segments.num == 1 else through
 
-    states = all_gather(torch.stack([final_NHKV[-1], through]), group)
+    states = gather(torch.stack([final_NHKV[-1], through]), group)
     # A collective's backward is one as well: every rank takes part in it.
     entering_HKV = 0.0 * states[rank][0]
     for before in range(rank):
@@ -207,10 +206,32 @@ def mla(
     q_LHQ, c_LR, rope_L1 = mixer.project(x_LD)
     q_ThQ = to_heads(q_LHQ, group)
     latents_LR = torch.cat([c_LR, rope_L1.to(c_LR.dtype)], dim=-1)
-    latents_TR = torch.cat(all_gather(latents_LR, group))
+    latents_TR = gather(latents_LR, group).flatten(0, 1)
     c_TR, rope_T1 = latents_TR.split([mixer.kv_lora_rank, mixer.qk_rope_head_dim], dim=-1)
     o_ThV = mixer.attend(q_ThQ, c_TR, rope_T1, segments.whole, segments.counted_T, heads)
     return mixer.output(x_LD, to_tokens(o_ThV, group))
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks of a group, one after the other; gradients of all copies are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        own = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """Tensors [n, ...] of all ranks in their order: [ranks, n, ...]; differentiable."""
+    return _Gather.apply(x, group).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
 
 
 def to_heads(x_LHQ: Tensor, group: Any) -> Tensor:
