@@ -240,28 +240,58 @@ class Decoder(nn.Module):
                 "build Segments from the same packed row"
             )
 
+        sources = self.run((x_TD,), range(self.num_blocks), segments, past, counted_T, recorder)
+        return self.finish(sources, recorder)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of Attention Residuals; without them every layer is one."""
+        if self.config.attn_res == "none":
+            return len(self.layers)
+        return -(-2 * len(self.layers) // self.sublayers_per_block)
+
+    def run(
+        self,
+        sources: tuple[Tensor, ...],
+        blocks: range,
+        segments: Segments,
+        past: Sequence[Past[Any]] | None = None,
+        counted_T: Tensor | None = None,
+        recorder: MixRecorder | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Sources [T, D] of these blocks (the embedding, and the sums of the blocks before) -> those behind
+        them. Without Attention Residuals there is one: the stream itself. The rest as in `forward`."""
         pasts: Sequence[Past[Any] | None] = [None] * len(self.layers) if past is None else past
         if self.config.attn_res == "none":
-            for layer, own in zip(self.layers, pasts):
-                x_TD = self._maybe_recompute(layer, x_TD, segments, own, counted_T)
-            return self.norm(x_TD)
-
-        # Norm and body of a sub-layer go apart: a kernel may take the norm together with the mix.
-        sublayers: list[tuple[Mix, SubLayer]] = []
-        for layer, own in zip(self.layers, pasts):
-            assert isinstance(layer, DecoderLayer)
-            attend = bind(layer.attend, segments=segments, past=own, counted_T=counted_T)
-            feed_forward = bind(layer.feed_forward, counted_T=counted_T)
-            first, second = layer.mixes()
-            sublayers.append((first, SubLayer(layer.input_layernorm, attend)))
-            sublayers.append((second, SubLayer(layer.post_attention_layernorm, feed_forward)))
+            (x_TD,) = sources
+            for index in blocks:
+                layer = self.layers[index]
+                x_TD = self._maybe_recompute(layer, x_TD, segments, pasts[index], counted_T)
+            return (x_TD,)
 
         # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
         size = self.sublayers_per_block
-        sources: tuple[Tensor, ...] = (x_TD,)
-        for start in range(0, len(sublayers), size):
-            sources = self._maybe_recompute(run_block, sources, sublayers[start : start + size], recorder)
+        for block in blocks:
+            sublayers: list[tuple[Mix, SubLayer]] = []
+            # A block may end in the middle of a layer: full AttnRes is blocks of one sub-layer.
+            for place in range(block * size, min((block + 1) * size, 2 * len(self.layers))):
+                layer, own = self.layers[place // 2], pasts[place // 2]
+                assert isinstance(layer, DecoderLayer)
+                mix = layer.mixes()[place % 2]
+                # Norm and body of a sub-layer go apart: a kernel may take the norm together with the mix.
+                if place % 2 == 0:
+                    attend = bind(layer.attend, segments=segments, past=own, counted_T=counted_T)
+                    sublayers.append((mix, SubLayer(layer.input_layernorm, attend)))
+                else:
+                    feed_forward = bind(layer.feed_forward, counted_T=counted_T)
+                    sublayers.append((mix, SubLayer(layer.post_attention_layernorm, feed_forward)))
+            sources = self._maybe_recompute(run_block, sources, sublayers, recorder)
+        return sources
 
+    def finish(self, sources: tuple[Tensor, ...], recorder: MixRecorder | None = None) -> Tensor:
+        """Hidden states [T, D] after the final norm, of the sources that all blocks have left."""
+        if self.config.attn_res == "none":
+            return self.norm(sources[0])
         # The final norm reads a mix of its own of all of them.
         final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
         if recorder is not None:

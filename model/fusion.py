@@ -72,7 +72,7 @@ class NativeFusion(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.decoder.embed_tokens.weight.device
+        return next(self.parameters()).device
 
     def encode_images(self, patches: Tensor, grids: Sequence[Grid], route: Route | None = None) -> Tensor:
         """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an
@@ -146,12 +146,15 @@ class NativeFusion(nn.Module):
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
         `encode_images`."""
+        return self.loss(self.hidden(batch, route), batch)
+
+    def loss(self, hidden_TD: Tensor, batch: Packed) -> FusionOutput:
+        """The loss of hidden states [T, D]; see `forward`."""
         # Logits never stand in memory for all tokens: head and loss are one operation.
-        hidden_TD = self.hidden(batch, route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
         )
-        if self.training:
+        if self.training and self.vision_tower is not None:
             # Without images no feature reaches the loss, and the vision side would get no gradient at all.
             loss_sum = loss_sum + self.vision_anchor()
         weight_sum = torch.where(batch.labels >= 0, batch.loss_weights, 0.0).sum()

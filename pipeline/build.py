@@ -24,6 +24,7 @@ from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
 from earlyfusion.pipeline.optim.registry import find_optimizer
+from earlyfusion.pipeline.parallel.mesh import Layout
 from earlyfusion.pipeline.runtime import Runtime, installed
 from earlyfusion.vision.encoder import import_tower
 
@@ -89,9 +90,13 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     return loaded
 
 
-def optimizer(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer(options: OptimSection, model: nn.Module, layout: Layout | None = None) -> torch.optim.Optimizer:
     """The recipe's optimizer over the model's parameters. Raises UserError for one that does not exist."""
-    return find_optimizer(options.name).build(options, model)
+    made = find_optimizer(options.name).build(options, model)
+    clip: Any = getattr(made, "qk_clip", None)
+    if clip is not None and layout is not None and layout.sizes.pp > 1:
+        clip.group = layout.holders
+    return made
 
 
 def optimizer_metrics(opt: torch.optim.Optimizer) -> Record:

@@ -64,8 +64,8 @@ class Pretraining:
         # The model, spread over the ranks, and the optimizer over its parameters.
         self.model, self.fusion, self.plain = spread(self.build_model, runtime)
         self.fusion.decoder.recompute = train.recompute
-        check_frozen(self.fusion, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
-        self.optimizer = build.optimizer(config.optim, self.fusion)
+        check_frozen(self.plain, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
+        self.optimizer = build.optimizer(config.optim, self.fusion, runtime.layout)
         self.guard = Guard(config.guard.policy, runtime.agree)
 
         # Schedule, data, and who encodes which picture.
@@ -164,7 +164,7 @@ class Pretraining:
             if runtime.should_stop():
                 return self.leave_early()
             if due(config.eval.every, self.step, self.total):
-                with self.meter.paused(), whole(self.plain, self.fusion):
+                with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
                     self.evaluator.run(self.step, self.tracker, final=False)
             if due(config.checkpoint.every, self.step, self.total):
                 with self.meter.paused():
@@ -240,7 +240,7 @@ class Pretraining:
         """The last evaluation and checkpoint, the model directory and the report."""
         # The stage of the last step taken: with run.steps it need not be the recipe's last one.
         loader = self.loaders.at(self.stages.index(max(0, self.step - 1)))
-        with self.meter.paused(), whole(self.plain, self.fusion):
+        with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self.save()
             if self.runtime.is_main:

@@ -262,7 +262,7 @@ class Runtime:
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
-        self.layout = Layout(sizes, self.rank, self.device.type)
+        self.layout = Layout(sizes, self.rank, self.device.type, parallel.pp_virtual if parallel else 1)
         self.stop = StopFlag()
         self.groups: list[dist.ProcessGroup] = []
 
@@ -279,6 +279,11 @@ class Runtime:
         """Element-wise sum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
+    def sum_of_layers(self, values: Tensor) -> Tensor:
+        """The sum over ranks that hold the same layers (all, but for a pipeline's), in the dtype given."""
+        group = self.layout.holders if self.layout.sizes.pp > 1 else None
+        return self._reduce(values, dist.ReduceOp.SUM, group).to(values.dtype)
+
     def sum_dict(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums over ranks by name, in one message; every rank gives the same names in the same order."""
         sums = self.sum(torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
@@ -288,11 +293,11 @@ class Runtime:
         """Element-wise maximum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Tensor | float | int, op: Any) -> Tensor:
+    def _reduce(self, values: Tensor | float | int, op: Any, group: Any = None) -> Tensor:
         # float64: sums of a million tokens must not depend on the number of ranks.
         reduced = torch.as_tensor(values).detach().to(device=self.device, dtype=torch.float64, copy=True)
         if self.world > 1:
-            dist.all_reduce(reduced, op=op)
+            dist.all_reduce(reduced, op=op, group=group)
         return reduced
 
     def gather(self, value: Any) -> list[Any]:
@@ -350,23 +355,22 @@ def replicate(model: nn.Module, runtime: Runtime) -> nn.Module:
     return runtime.accelerator.prepare_model(model)
 
 
-def spread(
-    build: Callable[[], NativeFusion], runtime: Runtime
-) -> tuple[nn.Module, NativeFusion, NativeFusion]:
-    """(what is called in training, the module itself, what evaluates): replicated, or sharded as the recipe
-    asks. The last is the module, or a copy that holds weights inside `whole` alone."""
+def spread(build: Callable[[], NativeFusion], runtime: Runtime) -> tuple[Any, NativeFusion, NativeFusion]:
+    """(what is called in training, the module itself, what evaluates): replicated, or spread as the recipe
+    asks (then the first may be a Pipeline). The last is the module, or a copy that holds weights inside
+    `whole` alone."""
     if not runtime.layout.sharded:
         fusion = build()
         return replicate(fusion, runtime), fusion, fusion
-    precision = runtime.accelerator.mixed_precision
-    model, plain = shard.spread(build, runtime.layout, runtime.device, precision)
-    return model, model, plain
+    return shard.spread(build, runtime.layout, runtime.device, runtime.accelerator)
 
 
-def whole(plain: NativeFusion, fusion: NativeFusion) -> AbstractContextManager[NativeFusion]:
+def whole(
+    plain: NativeFusion, fusion: NativeFusion, runtime: Runtime
+) -> AbstractContextManager[NativeFusion]:
     """Around evaluation: `plain` (of `spread`) with the weights that `fusion` has now. Every rank calls
     it."""
-    return nullcontext(plain) if plain is fusion else shard.gathered(plain, fusion)
+    return nullcontext(plain) if plain is fusion else shard.gathered(plain, fusion, runtime.layout)
 
 
 def gradient_sync(model: nn.Module, runtime: Runtime, last: bool) -> AbstractContextManager[None]:

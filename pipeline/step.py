@@ -38,6 +38,7 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel.context import cut
+from earlyfusion.pipeline.parallel.stages import Pipeline
 from earlyfusion.pipeline.runtime import Runtime, gradient_sync
 from earlyfusion.vision.balance import Route, complaint, gather_grids, plan_step
 from earlyfusion.vision.patches import VisionCost
@@ -207,7 +208,9 @@ class PictureExchange:
         self.runtime, self.vision, self.pad_id = runtime, config.vision, config.text.pad_token_id
         self.cost = VisionCost.from_config(config.vision)
         # Ranks of one row deal its pictures out among themselves.
-        self.setting = "off" if runtime.world == 1 or runtime.layout.sizes.cp > 1 else section.exchange_pictures
+        self.setting = (
+            "off" if runtime.world == 1 or runtime.layout.sizes.cp > 1 else section.exchange_pictures
+        )
         self.above = 1.0 if self.setting == "on" else EXCHANGE_ABOVE
         if runtime.world == 1:
             return
@@ -301,7 +304,7 @@ class LossMeter:
 
 def forward_backward(
     runtime: Runtime,
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     batches: Sequence[PackedBatch],
     meter: LossMeter,
     routes: Sequence[Route | None] = (),
@@ -313,11 +316,18 @@ def forward_backward(
     """
     # What the loss is divided by: the weights of all ranks. DDP averages gradients, hence the world size;
     # those of shards are summed.
+    layout = runtime.layout
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
-    weight = runtime.sum(torch.stack(weights).sum()).clamp_min(1e-12)
-    scale = (1 if runtime.layout.sharded else runtime.world) / weight
+    # (All stages of a pipeline have the same rows.)
+    weight = runtime.sum(torch.stack(weights).sum() * (layout.pp_rank == 0)).clamp_min(1e-12)
+    scale = (1 if layout.sharded else runtime.world) / weight
 
     losses = []
+    if isinstance(model, Pipeline):
+        for batch, out in zip(batches, model.step(batches, routes, scale)):
+            losses.append(out.loss_sum.detach().double())
+            meter.add(batch, out.nll_T)
+        return float(runtime.sum(torch.stack([scale.new_zeros(()), *losses]).sum()) / weight)
     for index, batch in enumerate(batches):
         with gradient_sync(model, runtime, last=index == len(batches) - 1):
             route = routes[index] if routes else None

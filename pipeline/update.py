@@ -200,7 +200,7 @@ def update(
             optimizer.step()
             if balance_experts:
                 # By the step's load, summed over ranks.
-                reduce = None if runtime.world == 1 else lambda flat: runtime.sum(flat).to(flat.dtype)
+                reduce = None if runtime.world == 1 else runtime.sum_of_layers
                 load = update_router_biases(model, reduce)
     for layer in moe_layers(model):
         layer.reset_counts()
@@ -213,7 +213,8 @@ def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> Record:
     if not load:
         return {}
     # By the layer's number, as the recipe and the report know it.
-    layers = [i for i in range(len(model.decoder.layers)) if model.config.text.is_moe(i)]
+    # (A pipeline stage holds some of them.)
+    layers = [i for i, layer in enumerate(model.decoder.layers) if getattr(layer, "sparse", False)]
     shares = {str(layer): share for layer, share in zip(layers, load["load_share"].tolist(), strict=True)}
     return {"expert_load": shares, "expert_max_violation": float(load["max_violation"].max())}
 

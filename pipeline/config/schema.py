@@ -202,7 +202,9 @@ class ParallelSection(Section):
     ep: PositiveInt = 1
     """Processes that share out every layer's experts; divides dp_shard x cp."""
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Processes of a pipeline, each with layers of its own."""
+    pp_virtual: PositiveInt = 1
+    """Pipeline stages of every process: more of them wait less (interleaved schedule), and send more."""
 
 
 class GuardSection(Section):

@@ -48,20 +48,25 @@ class QKClip:
             if hasattr(module, "max_logit"):
                 self.layers[name] = module
                 module.track_max_logit, module.qk_clip_tau = True, tau
-        if not self.layers:
+        # A pipeline stage may have none: its neighbours do.
+        if not self.layers and not any(isinstance(module, nn.Identity) for module in model.modules()):
             raise ValueError(
                 f"QK-Clip found no latent attention in {type(model).__name__}; turn it off (qk_clip = null)"
             )
         self._last: Tensor | None = None
+        self.group: dist.ProcessGroup | None = None
+        """Ranks that hold the same layers; None: all."""
 
     @torch.no_grad()
     def apply(self) -> None:
         """Clip, then start a new measurement. One all-reduce for all layers if torch.distributed is
         initialised."""
         modules = list(self.layers.values())
+        if not modules:
+            return
         S = torch.cat([module.max_logit.float() for module in modules])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(S, op=dist.ReduceOp.MAX)
+            dist.all_reduce(S, op=dist.ReduceOp.MAX, group=self.group)
         # Kept on the device: who logs asks for it, the step does not wait.
         self._last = S
 

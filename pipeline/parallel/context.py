@@ -37,9 +37,9 @@ from earlyfusion.vision.patches import Grid, VisionCost, num_patches, num_tokens
 
 @dataclass(frozen=True)
 class Stretch(Segments):
-    """The documents of one rank's stretch, and the row that it is cut from. counted_T: bool, tokens of the row
-    that count for QK-Clip's maximum; earlier: tokens of the first document on ranks before this one; group:
-    the ranks of the row."""
+    """The documents of one rank's stretch, and the row that it is cut from. counted_T: bool, tokens of the
+    row that count for QK-Clip's maximum; earlier: tokens of the first document on ranks before this one;
+    group: the ranks of the row."""
 
     whole: Segments = Segments(())
     counted_T: Tensor | None = None
@@ -237,7 +237,9 @@ def gather(x: Tensor, group: Any) -> Tensor:
 def to_heads(x_LHQ: Tensor, group: Any) -> Tensor:
     """All heads of a stretch [L, H, Q] -> a share of the heads of the whole row [T, H / ranks, Q]."""
     ranks, (length, heads, width) = group.size(), x_LHQ.shape
-    parts = x_LHQ.view(length, ranks, heads // ranks, width).transpose(0, 1).reshape(-1, heads // ranks, width)
+    parts = (
+        x_LHQ.view(length, ranks, heads // ranks, width).transpose(0, 1).reshape(-1, heads // ranks, width)
+    )
     return all_to_all(parts, [length] * ranks, [length] * ranks, group)
 
 

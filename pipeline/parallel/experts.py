@@ -10,15 +10,12 @@ own. Counts of the balance rules are taken before, where the tokens are.
 Shapes: T tokens, D hidden, J experts a token, E experts, N = T J pairs.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.layers import Experts, moe_layers
-from earlyfusion.pipeline.optim.routing import local_part
 from earlyfusion.pipeline.parallel.mesh import Layout
 from earlyfusion.vision.balance import all_to_all
 

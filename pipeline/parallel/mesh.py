@@ -17,6 +17,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,7 +61,7 @@ def sizes_of(
     dp_replicate takes what is left where nobody names it. Raises UserError, one line, where the two disagree
     or do not multiply to the world size.
     """
-    asked = section.model_dump(include={field.name for field in fields(Sizes)})
+    asked: dict[str, Any] = section.model_dump(include={field.name for field in fields(Sizes)})
     for name, size in told_by_accelerate(environment, world).items():
         if asked[name] not in (None, 1, size):
             raise UserError(
@@ -154,8 +155,8 @@ class Layout:
     on first use, by every rank alike: plain DDP needs neither.
     """
 
-    def __init__(self, sizes: Sizes, rank: int, device_type: str = "cpu") -> None:
-        self.sizes, self.rank, self.device_type = sizes, rank, device_type
+    def __init__(self, sizes: Sizes, rank: int = 0, device_type: str = "cpu", pp_virtual: int = 1) -> None:
+        self.sizes, self.rank, self.device_type, self.pp_virtual = sizes, rank, device_type, pp_virtual
         # cp runs fastest: ranks that exchange most are neighbours.
         rest, self.cp_rank = divmod(rank, sizes.cp)
         self.pp_rank, self.data_rank = divmod(rest, self.data_world)

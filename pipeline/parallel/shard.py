@@ -27,12 +27,20 @@ from earlyfusion.model.layers import Experts, SwiGLU
 from earlyfusion.pipeline.optim.routing import is_sharded, local_part
 from earlyfusion.pipeline.parallel.context import share_rows
 from earlyfusion.pipeline.parallel.experts import share_out
-from earlyfusion.pipeline.parallel.mesh import Layout
+from earlyfusion.pipeline.parallel.mesh import Layout, check_model
+from earlyfusion.pipeline.parallel.stages import Pipeline, cut_down
 
-def shard(model: Any, layout: Layout, mixed_precision: str = "no") -> None:
-    """Apply FSDP2 (HSDP with several replicas) to a model on the meta device, in place."""
+
+def shard(model: Any, roots: Sequence[nn.Module], layout: Layout, mixed_precision: str = "no") -> None:
+    """Apply FSDP2 (HSDP with several replicas) to a model on the meta device, in place. roots: whose forward
+    is called: the model, or the stages of a pipeline."""
     # It takes a second to import, which a run that shards nothing need not pay.
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mesh = layout.mesh["dp_replicate", "shard"] if layout.sizes.dp_replicate > 1 else layout.mesh["shard"]
     # Under autocast these would be cast to bf16 anyway: cast before they travel, half the bytes.
@@ -43,32 +51,35 @@ def shard(model: Any, layout: Layout, mixed_precision: str = "no") -> None:
         matrices = isinstance(module, Experts | SwiGLU) and mixed_precision == "bf16"
         fully_shard(module, mesh=over, mp_policy=halves if matrices else whole)
 
-    tower = model.vision_tower
-    for block in getattr(getattr(tower, "encoder", None), "blocks", ()):
+    for block in getattr(getattr(model.vision_tower, "encoder", None), "blocks", ()):
         unit(block)
-    unit(tower)
-    unit(model.mm_projector)
-    for layer in model.decoder.layers:
+    decoder, own = model.decoder, layout.expert_mesh if layout.sizes.ep > 1 else None
+    for layer in decoder.layers:
+        # A pipeline stage holds some of them.
+        if isinstance(layer, nn.Identity):
+            continue
         unit(layer.self_attn)
         if layer.sparse:
-            experts, own = layer.block_sparse_moe.experts, layout.expert_mesh
-            if layout.sizes.ep > 1:
-                unit(experts, own["dp_replicate", "efsdp"] if layout.sizes.dp_replicate > 1 else own["efsdp"])
-            else:
+            experts = layer.block_sparse_moe.experts
+            if own is None:
                 unit(experts)
-            unit(layer.block_sparse_moe)
-        else:
-            unit(layer.mlp)
-    if model.decoder.lm_head is not None:
-        unit(model.decoder.embed_tokens)
-    unit(model)
+            else:
+                unit(experts, own["dp_replicate", "efsdp"] if layout.sizes.dp_replicate > 1 else own["efsdp"])
+        unit(layer.block_sparse_moe if layer.sparse else layer.mlp)
+    parts = [model.vision_tower, model.mm_projector]
+    parts += [] if model.config.text.tie_word_embeddings else [decoder.embed_tokens]
+    for module in (*parts, *roots):
+        if module is not None:
+            unit(module)
 
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     # Called on the whole model, as `forward` is.
-    register_fsdp_forward_method(model, "token_log_probs")
+    if roots == [model]:
+        register_fsdp_forward_method(model, "token_log_probs")
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
@@ -121,19 +132,30 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def gathered(plain: NativeFusion, model: NativeFusion) -> Iterator[NativeFusion]:
+def gathered(plain: NativeFusion, model: NativeFusion, layout: Layout) -> Iterator[NativeFusion]:
     """`plain`, a copy on the meta device, with the weights of the sharded `model`, tensor by tensor; every
     rank calls it and holds the whole model for as long."""
-    device = model.device
-    plain.to_empty(device=device)
-    targets = named_tensors(plain)
+    plain.to_empty(device=model.device)
+    own = named_tensors(model)
     with torch.no_grad():
-        for name, tensor in named_tensors(model).items():
-            targets[name].copy_(tensor.full_tensor() if is_sharded(tensor) else tensor)
+        for name, target in named_tensors(plain).items():
+            if name in own:
+                target.copy_(full(own[name]))
+            if layout.sizes.pp > 1:
+                # From the first stage that has it: the order of stages is that of ranks.
+                owner = torch.tensor([layout.pp_rank if name in own else layout.sizes.pp])
+                group = layout.mesh["pp"].get_group()
+                dist.all_reduce(owner, op=dist.ReduceOp.MIN, group=group)
+                dist.broadcast(target, group_src=int(owner), group=group)
     try:
         yield plain
     finally:
         plain.to("meta")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor put together; every rank that holds a part of it calls it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def clip_grad_norm(model: NativeFusion, limit: float, layout: Layout) -> float:
@@ -160,30 +182,39 @@ def shards_of(tensor: Tensor) -> int:
 
 
 def spread(
-    build: Callable[[], NativeFusion], layout: Layout, device: torch.device, mixed_precision: str
-) -> tuple[NativeFusion, NativeFusion]:
-    """(the sharded model with the weights of `build`, called on rank 0 alone; a plain copy for
-    `gathered`)."""
+    build: Callable[[], NativeFusion], layout: Layout, device: torch.device, accelerator: Any
+) -> tuple[Any, NativeFusion, NativeFusion]:
+    """(what trains: the model or a Pipeline; the model, sharded, with the weights of `build`, which rank 0
+    alone calls; a plain copy for `gathered`)."""
     # One rank holds the whole model for a moment, the others never do.
     source = build() if layout.rank == 0 else None
     known: list[Any] = [None if source is None else (source.config, torch.get_rng_state())]
     dist.broadcast_object_list(known, src=0)
     config, random_state = known[0]
+    check_model(layout.sizes, config.text)
     with torch.device("meta"):
         model, plain = NativeFusion(config), NativeFusion(config)
+
+    pipeline: Pipeline | None = None
+    roots: Sequence[nn.Module] = [model]
+    if layout.sizes.pp > 1:
+        cut_down(model, layout)
+        pipeline = Pipeline(model, layout, accelerator.autocast)
+        roots = pipeline.own
     if layout.sizes.ep > 1:
         share_out(model, layout)
     if layout.sizes.cp > 1:
         share_rows(model)
-    shard(model, layout, mixed_precision)
+    if layout.copies > 1:
+        shard(model, roots, layout, accelerator.mixed_precision)
     fill(model, source, device)
     # As if every rank had drawn the weights.
     torch.set_rng_state(random_state)
-    return model, plain
+    return pipeline or model, model, plain
 
 
 def full_state(tree: Any) -> Any:
     """A state dict with its sharded tensors put together; every rank calls it."""
     if isinstance(tree, dict):
         return {key: full_state(value) for key, value in tree.items()}
-    return tree.full_tensor() if isinstance(tree, Tensor) and is_sharded(tree) else tree
+    return full(tree) if isinstance(tree, Tensor) else tree
