@@ -17,7 +17,7 @@ Pictures are dealt out over the ranks of a row by their cost, and their features
 Shapes: T tokens of the row, L of a stretch, D hidden, H heads, K head dim, W convolution width, N documents.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -41,13 +41,10 @@ class Stretch(Segments):
     row that count for QK-Clip's maximum; earlier: tokens of the first document on ranks before this one;
     group: the ranks of the row."""
 
-    whole: Segments = Segments(())
+    whole: Segments = field(default_factory=partial(Segments, ()))
     counted_T: Tensor | None = None
     earlier: int = 0
     group: Any = None
-
-    def __reduce__(self):
-        raise TypeError("a stretch belongs to its process group and is not pickled")
 
 
 def stretch(batch: PackedBatch, rank: int, group: Any, pad_id: int) -> Stretch:
@@ -71,29 +68,21 @@ def stretch(batch: PackedBatch, rank: int, group: Any, pad_id: int) -> Stretch:
     )
 
 
-def cut(batch: PackedBatch, rank: int, group: Any, pad_id: int, cost: VisionCost, merge: tuple[int, int]):
+def cut(
+    batch: PackedBatch, rank: int, group: Any, pad_id: int, cost: VisionCost, merge: tuple[int, int]
+) -> tuple[PackedBatch, "Dealt"]:
     """(this rank's part of a packed row, the way of its pictures)."""
     own = stretch(batch, rank, group, pad_id)
     low, high = rank * own.total, (rank + 1) * own.total
-    fields = ("ids", "labels", "loss_weights", "source_ids", "has_image")
-    tensors = {name: getattr(batch, name)[low:high] for name in fields}
+    columns = ("ids", "labels", "loss_weights", "source_ids", "has_image")
+    tensors = {name: getattr(batch, name)[low:high] for name in columns}
     here_M = (batch.media_positions >= low) & (batch.media_positions < high)
     owner = tuple(assign([cost.of([grid]) for grid in batch.grids], group.size()))
     dealt = Dealt(tuple(batch.grids), owner, rank, group, merge, here_M)
-    data = row_tokens(batch)
-    part = replace(
-        batch,
-        **tensors,
-        segments=own,
-        media_positions=batch.media_positions[here_M] - low,
-        num_filler=own.total - min(max(data - low, 0), own.total),
-    )
-    return part, dealt
-
-
-def row_tokens(batch: PackedBatch) -> int:
-    """Positions of a row that hold data: filler stands at its end."""
-    return batch.num_tokens
+    # Filler stands at the end of a row.
+    filler = own.total - min(max(batch.num_tokens - low, 0), own.total)
+    media = batch.media_positions[here_M] - low
+    return replace(batch, **tensors, segments=own, media_positions=media, num_filler=filler), dealt
 
 
 @dataclass(frozen=True)
@@ -139,10 +128,11 @@ class Dealt:
 
 def share_rows(model: Any) -> None:
     """Let the token mixers of a model take a `Stretch`, in place."""
-    for layer in model.decoder.layers:
-        mixer = layer.self_attn
-        forward = kda if isinstance(mixer, KimiDeltaAttention) else mla
-        mixer.forward = partial(forward, mixer)
+    for mixer in model.decoder.modules():
+        if not isinstance(mixer, KimiDeltaAttention | MultiHeadLatentAttention):
+            continue
+        forward: Any = kda if isinstance(mixer, KimiDeltaAttention) else mla
+        mixer.forward = partial(forward, mixer)  # type: ignore[method-assign]
 
 
 def kda(
@@ -161,8 +151,8 @@ def kda(
     taps_NCW1 = qkv.new_zeros(segments.num, qkv.shape[1], reach)
     if earlier:
         known = min(earlier, reach)
-        first = torch.nn.functional.pad(tails[rank - 1][reach - known :], (0, 0, reach - known, 0))
-        taps_NCW1 = torch.cat([first.T.unsqueeze(0), taps_NCW1[1:]])
+        taps = torch.nn.functional.pad(tails[rank - 1][reach - known :], (0, 0, reach - known, 0))
+        taps_NCW1 = torch.cat([taps.T.unsqueeze(0), taps_NCW1[1:]])
     else:
         taps_NCW1 = taps_NCW1 + 0.0 * tails[rank].sum()
     qkv, _ = resolve("short_conv", x_LD)(qkv, weight, segments, initial_taps_NCW1=taps_NCW1)
@@ -185,8 +175,8 @@ def kda(
     # A collective's backward is one as well: every rank takes part in it.
     entering_HKV = 0.0 * states[rank][0]
     for before in range(rank):
-        own, passes = states[before].unbind(0)
-        entering_HKV = own + passes @ entering_HKV
+        made_HKV, through_HKK = states[before].unbind(0)
+        entering_HKV = made_HKV + through_HKK @ entering_HKV
     if reads is not None:
         read = torch.einsum("thk,hkv->thv", reads.to(entering_HKV.dtype), entering_HKV)
         o_LHV = torch.cat([o_LHV[:n] + read.to(o_LHV.dtype), o_LHV[n:]])

@@ -10,6 +10,8 @@ own. Counts of the balance rules are taken before, where the tokens are.
 Shapes: T tokens, D hidden, J experts a token, E experts, N = T J pairs.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +32,8 @@ def share_out(model: nn.Module, layout: Layout) -> None:
             part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
             setattr(layer.experts, name, nn.Parameter(part))
         # The module's own forward takes all experts; its hooks (FSDP's) stay.
-        layer.experts.forward = Exchange(layer.experts, mesh.get_group())
+        exchange: Any = Exchange(layer.experts, mesh.get_group())
+        layer.experts.forward = exchange  # type: ignore[method-assign]
 
 
 class Exchange:
