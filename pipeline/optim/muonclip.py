@@ -143,9 +143,12 @@ class MuonClip(torch.optim.Optimizer):
         for name, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
             (cut if is_cut(param, spec) else here).append((name, param, spec))
         for _, param, spec in here:
-            if param.grad is None or not local_part(param).numel():
+            if param.grad is None:
                 continue
+            # A rank without rows has the (empty) state all the same: every rank saves and loads alike.
             weight, grad, momentum = self._operands(param)
+            if not weight.numel():
+                continue
 
             # Views: nothing is copied.
             for parts in zip(sections(weight, spec), sections(grad, spec), sections(momentum, spec)):

@@ -1,5 +1,4 @@
-"""One of two gloo processes for test_qk_clip.py; writes
-FOLDER/rank{RANK}.pt."""
+"""One of several gloo processes for test_qk_clip.py and test_muon_ranks.py; writes FOLDER/rank{RANK}.pt."""
 
 from datetime import timedelta
 
@@ -8,21 +7,16 @@ import torch.distributed as dist
 from tiny_mla import TinyMLA, TinyModel, fill_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups
 
 TAU = 0.05
-SHARDED = (  # what a rank can train from its own rows: whole heads, whole experts
-    "layers.0.self_attn.q_proj.weight",
-    "layers.1.self_attn.q_proj.weight",
-    "layers.1.self_attn.kv_b_proj.weight",
-    "layers.0.block_sparse_moe.experts.gate_up_proj",
-    "layers.0.block_sparse_moe.experts.down_proj",
-    "embed_tokens.weight",
-)
+STEPS = 3
+LATE = "mlp.down_proj.weight"  # has no gradient in the first step: frozen, or text alone
+MISSING = "layers.0.self_attn.o_proj.weight"  # rank 1 lacks its gradient in the second step
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -41,45 +35,65 @@ def clipped_alone(batches: list[int]) -> tuple[dict, dict]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}, clip.metrics()
 
 
-def shard(model: nn.Module, name: str, mesh) -> None:
-    """Cut a parameter along dim 0, under every name that it is tied to."""
+def shard(model: nn.Module, name: str, mesh, placements) -> None:
+    """Cut a parameter under every name that it is tied to."""
     old = model.get_parameter(name)
-    new = nn.Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)]))
+    new = nn.Parameter(distribute_tensor(old.detach(), mesh, placements, src_data_rank=None))
     for module in model.modules():
         for attribute, param in module._parameters.items():
             if param is old:
                 module._parameters[attribute] = new
 
 
-def train(mesh=None) -> dict:
-    """Two MuonClip steps with a clipped head; weights sharded over the mesh if there is one. Returns full
-    weights."""
-    torch.manual_seed(0)
+def rows_of(rank: int, rows: int, ranks: int) -> slice:
+    """Rows of a rank, as torch.chunk deals them."""
+    step = -(-rows // ranks)
+    return slice(min(rank * step, rows), min((rank + 1) * step, rows))
+
+
+def train(mesh=None, ranks: int = 1, seed: int = 0, together: int | None = 1) -> dict:
+    """Some MuonClip steps with a clipped head; every weight is sharded over the mesh if there is one. Returns
+    full weights and momenta. ranks: shards, of which number 1 lacks one gradient once."""
+    torch.manual_seed(seed)
     model = TinyModel()
-    fill_gradients(model, 0)
+    fill_gradients(model, seed)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    for name in SHARDED if mesh else ():
-        shard(model, name, mesh)
-    groups = build_param_groups(model, lr=0.02, weight_decay=0.1)
+    placements = None if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    for name in list(grads) if mesh else ():
+        shard(model, name, mesh, placements)
+    groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=together)
     opt = MuonClip(groups, model, ns_dtype=torch.float32, qk_clip=1.0)
-    for step in range(2):
+    for step in range(STEPS):
         for name, param in model.named_parameters():
             grad = grads[name] * (1 + step)
+            if step == 0 and name == LATE:
+                param.grad = None
+                continue
+            if step == 1 and name == MISSING and ranks > 1:
+                if mesh is not None and mesh.get_local_rank(mesh.ndim - 1) == 1:
+                    param.grad = None
+                    continue
+                grad = grad.clone()
+                grad[rows_of(1, grad.shape[0], ranks)] = 0
             param.grad = (
-                distribute_tensor(grad, mesh, [Shard(0)]) if mesh and name in SHARDED else grad.clone()
+                grad.clone()
+                if mesh is None
+                else distribute_tensor(grad, mesh, placements, src_data_rank=None)
             )
         model.layers[1].self_attn.max_logit.copy_(torch.tensor([0.5, 4.0, 0.1, 1.5]))
         opt.step()
-    return {
-        n: p.full_tensor().detach() if mesh and n in SHARDED else p.detach()
-        for n, p in model.named_parameters()
-    }
+    whole = {n: p if mesh is None else p.full_tensor() for n, p in model.named_parameters()}
+    momenta = {}
+    for name, param in model.named_parameters():
+        for key, value in opt.state[param].items():
+            momenta[f"{name}/{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name: value.detach() for name, value in (whole | momenta).items()}
 
 
 def refusal(mesh) -> str:
-    """The error for a whole matrix whose rows are cut."""
+    """The error for a matrix whose columns are cut."""
     model = TinyModel()
-    shard(model, "layers.0.self_attn.o_proj.weight", mesh)
+    shard(model, "layers.0.self_attn.o_proj.weight", mesh, [Shard(1)])
     try:
         build_param_groups(model, lr=0.02, weight_decay=0.1)
     except RoutingError as error:
@@ -87,12 +101,31 @@ def refusal(mesh) -> str:
     return ""
 
 
-def main(rank: int, folder: str) -> None:
+def start(rank: int, folder: str, world: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+
+
+def main(rank: int, folder: str) -> None:
+    start(rank, folder, 2)
     weights, metrics = clipped_alone([rank])
-    mesh = init_device_mesh("cpu", (2,))
-    out = {"clip": weights, "metrics": metrics, "train": train(mesh), "refusal": refusal(mesh)}
+    out = {"clip": weights, "metrics": metrics, "refusal": refusal(init_device_mesh("cpu", (2,)))}
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
+
+
+def sharded(rank: int, folder: str, world: int, names: list[str], seed: int, together: int | None) -> None:
+    """`train` over each of these meshes."""
+    start(rank, folder, world)
+    out = {}
+    for name in names:
+        shape = MESHES[name]
+        out[name] = train(init_device_mesh("cpu", shape), shape[-1], seed, together)
     torch.save(out, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()

@@ -18,7 +18,6 @@ from earlyfusion.pipeline.optim.qk_clip import QKClip, head_factors
 from earlyfusion.pipeline.optim.routing import build_param_groups
 
 LOGIT_TOL = 1e-5  # relative, fp32: sqrt(gamma) twice against gamma
-SHARD_TOL = 1e-5  # fp32 Newton-Schulz in batches of other sizes
 
 
 def blown_up(
@@ -138,8 +137,7 @@ def test_the_real_attention_layer_comes_down_to_tau(q_lora_rank):
 
 
 def test_two_processes_equal_one(tmp_path):
-    """One MAX all-reduce makes both ranks clip by the global maximum; sharded heads and experts train like
-    whole ones."""
+    """One MAX all-reduce makes both ranks clip by the global maximum."""
     processes = [Forked(muon_rank.main, (rank, str(tmp_path)), {**os.environ}) for rank in range(2)]
     for code, errors in map(finish, processes):
         assert code == 0, errors
@@ -151,8 +149,4 @@ def test_two_processes_equal_one(tmp_path):
         assert any(not torch.equal(alone[n], weights[n]) for n in weights)  # its own batch is not enough
         assert all(torch.equal(ranks[rank]["clip"][n], weights[n]) for n in weights)
         assert ranks[rank]["metrics"] == metrics
-        for name, want in muon_rank.train().items():
-            torch.testing.assert_close(
-                ranks[rank]["train"][name], want, rtol=SHARD_TOL, atol=SHARD_TOL, msg=name
-            )
-        assert "cuts a Muon block" in ranks[rank]["refusal"]
+        assert "Muon takes Replicate and Shard(0)" in ranks[rank]["refusal"]
