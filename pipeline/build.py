@@ -105,6 +105,23 @@ def optimizer_metrics(opt: torch.optim.Optimizer) -> Record:
     return {} if clip is None else clip.metrics()
 
 
+def of_all_stages(own: Record, runtime: Runtime) -> Record:
+    """What `own` says of this rank's layers, of all layers; every rank calls it."""
+    if runtime.layout.sizes.pp == 1:
+        return own
+    found: Record = {}
+    # One rank of every stage: its neighbours say the same.
+    for other in runtime.gather(own)[:: runtime.layout.copies]:
+        for name, value in other.items():
+            if isinstance(value, dict):
+                found[name] = found.get(name, {}) | value
+            elif name == "clipped_heads":
+                found[name] = found.get(name, 0) + value
+            else:
+                found[name] = max(found.get(name, value), value)
+    return found
+
+
 def step_flops(config: FusionConfig, batches: Sequence[PackedBatch]) -> tuple[float, float]:
     """(decoder, vision) training FLOPs of a step's micro-batches of this rank, forward and backward; filler
     and positions without loss are not billed."""

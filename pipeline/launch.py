@@ -8,6 +8,7 @@ from typing import Any
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.arguments import RecipeArguments, remember
 from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.parallel.mesh import check_model, check_stage, sizes_of
 from earlyfusion.pipeline.plan import show_brief
 from earlyfusion.pipeline.runtime import check_launcher, tie_to_launcher
 from earlyfusion.pipeline.track import check_trackers
@@ -27,6 +28,7 @@ def launch(
     """
     # Cheap things first: nobody should wait for a model to learn that a folder is a file.
     check_launcher(config.train.mixed_precision)
+    check_parallel(config)
     check_folder(config.run.directory)
     check_trackers(config.track.trackers)
     check(config)
@@ -43,6 +45,17 @@ def launch(
         return training.train()
     finally:
         training.close()
+
+
+def check_parallel(config: Any) -> None:
+    """UserError where the parallel sizes do not fit the processes that were started, or the model."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = sizes_of(config.parallel, world, dict(os.environ))
+    # A later stage has no model of its own; what it starts from is looked at when it is there.
+    if getattr(config, "model", None) is not None:
+        check_model(sizes, config.model, config.parallel.pp_virtual)
+    for stage in getattr(config, "stages", ()):
+        check_stage(sizes, stage.name, stage.tokens, stage.lanes)
 
 
 def check_folder(directory: str | Path) -> None:

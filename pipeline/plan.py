@@ -189,10 +189,12 @@ def banner(training: Any) -> str:
 
     # Of experts a token passes a few, so both sizes matter: what is stored, what is computed.
     count = count_parameters(model)
+    spread = f" ({runtime.layout.sizes})" if runtime.layout.sharded else ""
     begun = f", from step {training.step}" if training.step else ""
     return (
         f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active),"
-        f" {runtime.device} {runtime.world} x {workers}\n{training.total - training.step:,} steps{begun},"
+        f" {runtime.device} {runtime.world} x {workers}{spread}"
+        f"\n{training.total - training.step:,} steps{begun},"
         f" {scaled(tokens)} tokens, expected time {time}, to {config.run.directory}"
     )
 

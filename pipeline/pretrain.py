@@ -179,7 +179,8 @@ class Pretraining:
             return
         record |= self.loss_meter.means(self.runtime) | self.loaders.metrics() | self.meter.snapshot()
         self.loss_meter.clear()
-        record |= build.optimizer_metrics(self.optimizer) | expert_metrics(step.expert_load, self.fusion)
+        of_layers = build.optimizer_metrics(self.optimizer) | expert_metrics(step.expert_load, self.fusion)
+        record |= build.of_all_stages(of_layers, self.runtime)
         self.tracker.log(self.step, record)
 
     def rolled_back(self, verdict: Verdict) -> bool:

@@ -312,17 +312,6 @@ class Runtime:
         """True on every rank when any rank has received a stop signal. Call once per step, on every rank."""
         return bool(self.agree(int(self.stop.received is not None)))
 
-    def check_lanes(self, lanes: int) -> None:
-        """UserError when micro-batch lanes do not divide evenly over the processes."""
-        # Lane i is data of its own, whichever rank reads it: so another world size can go on.
-        groups = self.layout.data_world
-        if lanes % groups:
-            what = "processes" if groups == self.world else "data groups (dp_replicate x dp_shard)"
-            raise UserError(
-                f"{lanes} lanes cannot be shared evenly by {groups} {what}: set the stage's lanes to a"
-                f" multiple of {groups}, or start a number of processes that divides {lanes}"
-            )
-
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 

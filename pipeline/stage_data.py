@@ -10,6 +10,7 @@ from earlyfusion.data.loading.loader import Loader, skip_file
 from earlyfusion.data.loading.order import Point, Schedule
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.config.schema import RunConfig, StageSection
+from earlyfusion.pipeline.parallel.mesh import check_stage
 from earlyfusion.pipeline.runtime import Runtime
 
 
@@ -55,7 +56,8 @@ class StageLoaders:
         deletes nothing."""
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
-            runtime.check_lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
+            # A layout that cannot be shared is refused before any work is done.
+            check_stage(runtime.layout.sizes, stage.name, stage.tokens, stage.lanes)
         self._stage = -1
         self._loader: Loader | None = None
         self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.mixers import KimiDeltaAttention, MultiHeadLatentAttention
 from earlyfusion.vision.balance import all_to_all, assign
@@ -50,12 +49,7 @@ class Stretch(Segments):
 def stretch(batch: PackedBatch, rank: int, group: Any, pad_id: int) -> Stretch:
     """The part of a row's documents on `rank`."""
     row, ranks = batch.segments, group.size()
-    length, rest = divmod(row.total, ranks)
-    if rest:
-        raise UserError(
-            f"a row of {row.total} tokens cannot be cut for parallel.cp = {ranks}: set stages.tokens to a"
-            f" multiple of {ranks}"
-        )
+    length = row.total // ranks
     low, high = rank * length, (rank + 1) * length
     parts = [(max(a, low), min(b, high)) for a, b in pairwise(row.offsets)]
     first = next(i for i, (a, b) in enumerate(parts) if a < b)

@@ -119,7 +119,7 @@ def told_by_accelerate(environment: MutableMapping[str, str], world: int) -> dic
     return {name: size for name, size in told.items() if size != 1}
 
 
-def check_model(sizes: Sizes, config: ModelConfig) -> None:
+def check_model(sizes: Sizes, config: ModelConfig, pp_virtual: int = 1) -> None:
     """UserError, one line, where a model cannot be cut like this; nothing is built."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     if config.num_experts % sizes.ep:
@@ -136,15 +136,38 @@ def check_model(sizes: Sizes, config: ModelConfig) -> None:
         )
     # A stage that cut a block would have to send the sum that is still growing.
     block = config.attn_res_block_size if config.attn_res == "block" else 1
-    if sizes.pp > 1 and layers // sizes.pp < block:
+    stages, blocks = sizes.pp * pp_virtual, -(-layers // block)
+    if sizes.pp > 1 and stages > blocks:
         raise UserError(
-            f"parallel.pp = {sizes.pp} pipeline stages of {layers} layers would cut an AttnRes block of"
-            f" {block} layers (model.attn_res_block_size); at most {max(1, layers // block)} stages"
+            f"parallel: {stages} pipeline stages (pp {sizes.pp} x pp_virtual {pp_virtual}) of {layers} layers"
+            f" would cut an AttnRes block of {block} layers (model.attn_res_block_size); at most {blocks}"
         )
+    if sizes.pp == 1 and pp_virtual > 1:
+        raise UserError("parallel.pp_virtual: stages of one process need a pipeline; set parallel.pp too")
     if sizes.pp > 1 and config.tie_word_embeddings:
         raise UserError(
             "parallel.pp: embedding and head are one table (model.tie_word_embeddings), but stand on the"
             " first and the last stage; set model.tie_word_embeddings = false"
+        )
+
+
+def check_stage(sizes: Sizes, name: str, tokens: int, lanes: int) -> None:
+    """UserError where rows cannot be cut, or lanes not be dealt out, as the sizes want it."""
+    if tokens % sizes.cp:
+        raise UserError(
+            f"stages.{name}.tokens = {tokens} cannot be cut for parallel.cp = {sizes.cp}: choose a multiple"
+        )
+    groups = sizes.dp_replicate * sizes.dp_shard
+    if lanes % groups:
+        what = "processes" if groups == sizes.world else "data groups (dp_replicate x dp_shard)"
+        raise UserError(
+            f"{lanes} lanes cannot be shared evenly by {groups} {what}: set the stage's lanes to a multiple"
+            f" of {groups}, or start a number of processes that divides {lanes}"
+        )
+    if lanes // groups < sizes.pp:
+        raise UserError(
+            f"stages.{name}.lanes = {lanes}: {lanes // groups} micro-batches a data group do not fill"
+            f" {sizes.pp} pipeline stages; set it to {sizes.pp * groups} or more"
         )
 
 

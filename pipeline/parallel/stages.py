@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.fusion import FusionOutput, NativeFusion
 from earlyfusion.pipeline.optim.routing import is_sharded
 from earlyfusion.pipeline.parallel.mesh import Layout
@@ -198,11 +197,6 @@ class Pipeline:
         key = (count, tokens)
         if key in self._schedules:
             return self._schedules[key]
-        if count < self.pp:
-            raise UserError(
-                f"{count} micro-batches a data group do not fill {self.pp} pipeline stages: set the stage's"
-                f" lanes to {self.pp} or more for each of dp_replicate x dp_shard"
-            )
         group, like = self.layout.mesh["pp"].get_group(), self.fusion.config.text
         one = torch.empty(tokens, like.hidden_size, device="meta", requires_grad=True)
         made: list[Any] = []
