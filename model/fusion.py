@@ -9,9 +9,9 @@ every rank must take part in every collective, and every parameter gets a gradie
 Shapes: T tokens of a packed row, D hidden, P patches, M image tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ class NativeFusion(nn.Module):
         self.vision_tower = build_tower(config.vision)
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
+        # Set by sharded training, where every rank must run the tower for every row.
+        self.always_sees = False
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +102,7 @@ class NativeFusion(nn.Module):
         """
         # Text first; a row that shares pictures and has none needs nothing more.
         x_TD = self.decoder.embed_tokens(batch.ids)
-        if feature_of_M is not None and not len(batch.grids):
+        if feature_of_M is not None and not len(batch.grids) and not self.always_sees:
             return x_TD
 
         # The tower runs also for a row without pictures, with no patches (see the file's head).
@@ -127,6 +129,11 @@ class NativeFusion(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
+
+    def within(self, compute: Callable[..., Any], *given: Any) -> Any:
+        """compute(*given), which reads weights of the model directly: sharded training holds those of its
+        root only while one of its forward methods runs, and this is one."""
+        return compute(*given)
 
     def vision_anchor(self) -> Tensor:
         """A scalar 0 through which every parameter of the vision side receives a gradient of zeros."""

@@ -53,7 +53,7 @@ def check_parallel(config: Any) -> None:
     sizes = sizes_of(config.parallel, world, dict(os.environ))
     # A later stage has no model of its own; what it starts from is looked at when it is there.
     if getattr(config, "model", None) is not None:
-        check_model(sizes, config.model, config.parallel.pp_virtual)
+        check_model(sizes, config.model, getattr(config.parallel, "pp_virtual", 1))
     for stage in getattr(config, "stages", ()):
         check_stage(sizes, stage.name, stage.tokens, stage.lanes)
 

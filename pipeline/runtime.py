@@ -48,7 +48,7 @@ from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.config.schema import ParallelSection, ShardSection
 from earlyfusion.pipeline.parallel import shard
 from earlyfusion.pipeline.parallel.mesh import Layout, sizes_of
 
@@ -240,7 +240,7 @@ class Runtime:
         self,
         mixed_precision: str = "no",
         threads: int | None = None,
-        parallel: ParallelSection | None = None,
+        parallel: ShardSection | None = None,
     ) -> None:
         check_versions()
         # On a GPU tensors come from torch's own pool.
@@ -250,7 +250,8 @@ class Runtime:
             torch.set_num_threads(threads)
         # Before accelerate reads its words: it would shard by them a second time.
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        sizes = sizes_of(parallel or ParallelSection(), world)
+        parallel = parallel or ParallelSection()
+        sizes = sizes_of(parallel, world)
         # Buffers hold per-rank statistics (max logits, expert load):
         # DDP must not overwrite them with rank 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -262,7 +263,8 @@ class Runtime:
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
-        self.layout = Layout(sizes, self.rank, self.device.type, parallel.pp_virtual if parallel else 1)
+        virtual = parallel.pp_virtual if isinstance(parallel, ParallelSection) else 1
+        self.layout = Layout(sizes, self.rank, self.device.type, virtual)
         self.stop = StopFlag()
         self.groups: list[dist.ProcessGroup] = []
 
@@ -354,6 +356,15 @@ def spread(build: Callable[[], NativeFusion], runtime: Runtime) -> tuple[Any, Na
     return shard.spread(build, runtime.layout, runtime.device, runtime.accelerator)
 
 
+def policy(build: Callable[[], NativeFusion], runtime: Runtime) -> tuple[NativeFusion, NativeFusion]:
+    """(the module, what evaluates), as `spread`, for training whose gradients `exchange_gradients` brings
+    together."""
+    if runtime.layout.sharded:
+        return spread(build, runtime)[1:]
+    fusion = build()
+    return fusion, fusion
+
+
 def whole(
     plain: NativeFusion, fusion: NativeFusion, runtime: Runtime
 ) -> AbstractContextManager[NativeFusion]:
@@ -369,10 +380,13 @@ def gradient_sync(model: nn.Module, runtime: Runtime, last: bool) -> AbstractCon
     return nullcontext() if kept else runtime.accelerator.no_sync(model)
 
 
-def exchange_gradients(model: nn.Module, runtime: Runtime) -> None:
+def exchange_gradients(model: NativeFusion, runtime: Runtime) -> None:
     """Sum the gradients over ranks, for losses that were divided by the totals of all ranks."""
     if runtime.world == 1:
         return
+    if runtime.layout.sharded:
+        # They have been summed on the way; who had none on any rank has zeros.
+        return shard.drop_zeros(model, runtime.layout)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # All ranks send the same shapes; who has no gradient sends zeros and says so.
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]

@@ -19,6 +19,8 @@ from torch import Tensor
 from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.engine.engine import pack_prompts
+from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.objectives.losses import Totals, fresh, importance_weights, policy_loss
@@ -128,6 +130,10 @@ class Learner:
 
         replay: with the experts that the engine used, where they were captured.
         """
+        found: Tensor = self.model.within(self._log_probs, row, temperature_U, replay)
+        return found
+
+    def _log_probs(self, row: Sequence[Piece], temperature_U: Tensor, replay: bool) -> Tensor:
         # One picture for all answers to a prompt: the tower is most of the work of a short answer.
         model = self.model
         packed, places = pack(model, [piece.trajectory for piece in row], share_pictures=True)
@@ -159,6 +165,18 @@ class Learner:
         mass_U = (silent_US - (own_U - logp_U).unsqueeze(1)).exp().sum(1)
         return logp_U - torch.log1p(-mass_U.clamp(max=1 - 1e-6))
 
+    def even(self, own: list[list[Piece]]) -> list[list[Piece]]:
+        """Rows of this process; where the policy is sharded as many as any process has, empty ones behind:
+        every row gathers weights from all."""
+        longest = self.runtime.agree(len(own)) if self.runtime.layout.sharded else len(own)
+        return own + [[] for _ in range(longest - len(own))]
+
+    def nothing(self) -> Tensor:
+        """A pass over a row without answers: a scalar 0."""
+        row = pack_prompts(self.model, [TokenPrompt(torch.tensor([self.model.config.text.bos_token_id]))])
+        with self.runtime.accelerator.autocast():
+            return 0.0 * self.model.decoder(self.model.embed(row), row.segments).sum()
+
     @torch.no_grad()
     def prepare(self, experience: Experience) -> float:
         """Log-probabilities of the trainer's own old policy, where the objective or the correction asks for
@@ -167,7 +185,10 @@ class Learner:
         if not self.own_old:
             return largest
         pieces = distinct(experience, range(len(experience.groups)))
-        for row in rows(pieces, self.config.train.row_tokens):
+        for row in self.even([*rows(pieces, self.config.train.row_tokens)]):
+            if not row:
+                self.model.within(self.nothing)
+                continue
             replay = self.config.rollout.replay_routing
             logp_U = self.log_probs(row, self.temperatures(row), replay).cpu()
             for piece, logp in zip(row, logp_U.split([piece.length for piece in row])):
@@ -198,8 +219,11 @@ class Learner:
             return
         # After the totals: what is not computed still counts in what the loss is divided by.
         pieces = [piece for piece in pieces if not self._settled(experience, piece, version)]
-        for row in rows(pieces, self.config.train.row_tokens):
-            self._row_loss(experience, row, masks, total, sums).backward()
+        for row in self.even([*rows(pieces, self.config.train.row_tokens)]):
+            if row:
+                self._row_loss(experience, row, masks, total, sums).backward()
+            else:
+                self.model.within(self.nothing).backward()
 
     def _settled(self, experience: Experience, piece: Piece, version: int) -> bool:
         """Whether nothing in this piece has a gradient: every advantage is 0 and the policy is still the one

@@ -44,6 +44,7 @@ from earlyfusion.pipeline.config.schema import (
     RunSection,
     SandboxSection,
     Section,
+    ShardSection,
     TrackSection,
 )
 from earlyfusion.rl.environments import base as environments
@@ -391,6 +392,7 @@ class RLConfig(Section):
     """Curated documents of the PTX loss."""
     optim: OptimSection = OptimSection(lr=5e-4, weight_decay=0.0)
     train: TrainSection = TrainSection()
+    parallel: ShardSection = ShardSection()
     guard: GuardSection = GuardSection()
     eval: EvalSection = EvalSection()
     checkpoint: RLCheckpointSection = RLCheckpointSection()

@@ -52,7 +52,15 @@ from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, render, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.launch import launch
-from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, objects_at_rest, seed_everything
+from earlyfusion.pipeline.parallel.shard import full_state
+from earlyfusion.pipeline.runtime import (
+    Runtime,
+    exchange_gradients,
+    objects_at_rest,
+    policy,
+    seed_everything,
+    whole,
+)
 from earlyfusion.pipeline.schedule import due, linear
 from earlyfusion.pipeline.step import peak_memory_bytes
 from earlyfusion.pipeline.track import Tracker
@@ -84,9 +92,10 @@ def build_engine(
 ) -> Engine:
     """The engine that answers: over `model` itself, or over a bfloat16 copy of the start in `folder`."""
     rollout = config.rollout
-    # A copy is loaded and not cast: the trained model keeps its fp32 weights.
-    if rollout.dtype == "bfloat16":
-        model = load_model(folder, runtime.device, torch.bfloat16)
+    # A copy is loaded and not cast: the trained model keeps its fp32 weights, or its shards of them.
+    if rollout.dtype == "bfloat16" or runtime.layout.sharded:
+        dtype = torch.bfloat16 if rollout.dtype == "bfloat16" else torch.float32
+        model = load_model(folder, runtime.device, dtype)
     # Pages for the longest answers everywhere: the engine then never pauses one for want of memory.
     longest = (rollout.max_prompt_tokens or 1024) + config.longest_answer
     share = math.ceil(rollout.prompts / runtime.world)
@@ -165,7 +174,7 @@ class Reinforcement:
     def __init__(self, config: RLConfig, resume: bool) -> None:
         # Processes, seeds, what a resume must agree with, and the checkpoint it goes on from.
         self.config, self.out, train = config, Path(config.run.directory), config.train
-        self.runtime = runtime = Runtime(train.mixed_precision, train.threads)
+        self.runtime = runtime = Runtime(train.mixed_precision, train.threads, config.parallel)
         seed_everything(config.run.seed)
         self.start_folder = start_directory(config)
         self.tokenizer = Tokenizer.load(self.start_folder)
@@ -174,8 +183,10 @@ class Reinforcement:
 
         # The policy, and the optimizer over it.
         # fp32 whatever the start is stored in: an update of 1e-3 would round away in bfloat16.
-        self.model = load_model(self.start_folder, runtime.device, torch.float32)
-        check_frozen(self.model, {"train.frozen": train.frozen})
+        self.model, self.plain = policy(
+            lambda: load_model(self.start_folder, runtime.device, torch.float32), runtime
+        )
+        check_frozen(self.plain, {"train.frozen": train.frozen})
         self.optimizer = build.optimizer(config.optim, self.model)
         self.guard = Guard(config.guard.policy, runtime.agree)
 
@@ -451,7 +462,8 @@ class Reinforcement:
         0."""
         if not self.config.eval.problems:
             return {}
-        measured = measure_heldout(self.config, self.model, self.tokenizer, self.runtime)
+        with whole(self.plain, self.model, self.runtime) as model:
+            measured = measure_heldout(self.config, model, self.tokenizer, self.runtime)
         found = summary(measured)
         if self.runtime.is_main:
             write_measured(self.out / "eval" / f"update-{self.update:06d}.jsonl", measured)
@@ -479,8 +491,8 @@ class Reinforcement:
         }
         path = self.checkpoints.save(
             self.update,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            model=full_state(self.model.state_dict()),
+            optimizer=full_state(self.optimizer.state_dict()),
             trainer={
                 "book": self.prompts.state_dict(),
                 "guard": self.guard.state_dict(),
@@ -490,8 +502,9 @@ class Reinforcement:
             },
             lanes={self.runtime.rank: own},
         )
-        if self.config.checkpoint.models and self.runtime.is_main:
-            self.save_model(self.out / "models" / f"update-{self.update:06d}")
+        if self.config.checkpoint.models:
+            with whole(self.plain, self.model, self.runtime):
+                self.save_model(self.out / "models" / f"update-{self.update:06d}")
         return path
 
     def restore(self, loaded: Loaded) -> None:
@@ -539,8 +552,9 @@ class Reinforcement:
         """The last measurement and checkpoint, the model directory and the report."""
         self.measure()
         self.save()
-        if self.runtime.is_main:
+        with whole(self.plain, self.model, self.runtime):
             directory = self.save_model(self.out / "model")
+        if self.runtime.is_main:
             self.tracker.close()
             self.tracker.say(f"model directory: {directory}")
             self.tracker.say(f"report: {write_rl_report(self.out)}")
@@ -549,15 +563,17 @@ class Reinforcement:
 
     def save_model(self, directory: Path) -> Path:
         """The trained weights as a model directory, with the chat template where the start had one, and the
-        run's facts beside it."""
+        run's facts beside it; by rank 0, while the plain model holds them."""
+        if not self.runtime.is_main:
+            return directory
         facts = build.run_facts(self.config, self.update, self.seconds, self.runtime)
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         write_json(self.out / "facts.json", facts | {"parameters": parameters})
         directory.parent.mkdir(parents=True, exist_ok=True)
         tokenizer: Tokenizer | ChatTokenizer = self.tokenizer
         if (self.start_folder / "chat_template.jinja").is_file():
             tokenizer = ChatTokenizer(self.tokenizer)
-        return save_model(self.model, tokenizer, directory, facts | {"sources": {}, "evals": {}})
+        return save_model(self.plain, tokenizer, directory, facts | {"sources": {}, "evals": {}})
 
     def close(self) -> None:
         """Stop threads and processes, close files, give the signal handlers back."""

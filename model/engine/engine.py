@@ -404,9 +404,11 @@ class Engine:
             raise ValueError(
                 f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}"
             )
-        # In place: captured graphs and the optimizer hold these very tensors.
+        # In place: captured graphs and the optimizer hold these very tensors. A sharded tensor is put
+        # together here, one at a time, which all of its ranks do.
         for name, tensor in own.items():
-            tensor.copy_(state_dict[name])
+            given: Any = state_dict[name]
+            tensor.copy_(given.full_tensor() if hasattr(given, "full_tensor") else given)
         self.scheduler.version = version
         self.runner.refresh()
         self.prefix.clear()

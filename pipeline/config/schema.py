@@ -188,23 +188,26 @@ class TrainSection(Section):
     """Loss multiplier by data source; 1 where not named."""
 
 
-class ParallelSection(Section):
-    exchange_pictures: Literal["auto", "on", "off"] = "auto"
-    """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
-    ranks' work differs by more than a tenth; on, in every step that gets more even; off, never. One process
-    never does."""
+class ShardSection(Section):
     dp_replicate: PositiveInt | None = None
     """Replicas of the model; null: what the other sizes leave of the processes."""
     dp_shard: PositiveInt = 1
     """Shards of weights, gradients and optimizer state (FSDP2); with dp_replicate it is HSDP."""
-    cp: PositiveInt = 1
-    """Processes that share a packed row of tokens (context parallel)."""
     ep: PositiveInt = 1
     """Processes that share out every layer's experts; divides dp_shard x cp."""
+
+
+class ParallelSection(ShardSection):
+    cp: PositiveInt = 1
+    """Processes that share a packed row of tokens (context parallel)."""
     pp: PositiveInt = 1
     """Processes of a pipeline, each with layers of its own."""
     pp_virtual: PositiveInt = 1
     """Pipeline stages of every process: more of them wait less (interleaved schedule), and send more."""
+    exchange_pictures: Literal["auto", "on", "off"] = "auto"
+    """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
+    ranks' work differs by more than a tenth; on, in every step that gets more even; off, never. One process
+    never does."""
 
 
 class GuardSection(Section):

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.config.schema import ShardSection
 
 PARALLELISM = "PARALLELISM_CONFIG_"
 """Beginning of the words in which accelerate hands its parallelism_config on."""
@@ -53,9 +53,7 @@ class Sizes:
         return " x ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
 
 
-def sizes_of(
-    section: ParallelSection, world: int, environment: MutableMapping[str, str] = os.environ
-) -> Sizes:
+def sizes_of(section: ShardSection, world: int, environment: MutableMapping[str, str] = os.environ) -> Sizes:
     """The sizes that the recipe and accelerate's configuration ask for, on `world` processes.
 
     dp_replicate takes what is left where nobody names it. Raises UserError, one line, where the two disagree

@@ -74,12 +74,14 @@ def shard(model: Any, roots: Sequence[nn.Module], layout: Layout, mixed_precisio
 
     # Called on the whole model, as `forward` is.
     if roots == [model]:
-        register_fsdp_forward_method(model, "token_log_probs")
+        register_fsdp_forward_method(model, "within")
     for root in roots:
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                # Some rows use no head, or no tower: all ranks reduce the same parameters all the same.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
@@ -173,6 +175,20 @@ def clip_grad_norm(model: NativeFusion, limit: float, layout: Layout) -> float:
     return norm
 
 
+def drop_zeros(model: NativeFusion, layout: Layout) -> None:
+    """Take away gradients that are zero on all ranks: a step on zeros goes along old momentum."""
+    params = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    known_P = torch.zeros(len(params), device=model.device)
+    for index, parameter in enumerate(params):
+        assert parameter.grad is not None
+        local = local_part(parameter.grad)
+        known_P[index] = local.abs().amax() if local.numel() else 0.0
+    dist.all_reduce(known_P, op=dist.ReduceOp.MAX)
+    for parameter, known in zip(params, known_P.tolist()):
+        if known == 0:
+            parameter.grad = None
+
+
 def shards_of(tensor: Tensor) -> int:
     """In how many parts a tensor lies on the ranks."""
     if not is_sharded(tensor):
@@ -195,6 +211,7 @@ def spread(
     with torch.device("meta"):
         model, plain = NativeFusion(config), NativeFusion(config)
 
+    model.always_sees = True
     pipeline: Pipeline | None = None
     roots: Sequence[nn.Module] = [model]
     if layout.sizes.pp > 1:
