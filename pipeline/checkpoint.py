@@ -1,7 +1,7 @@
 """Training checkpoints: everything an exact resume needs, written whole or not at all, never with pickle.
 
     <out>/checkpoints/step-000300/
-        model.{json,safetensors}  optimizer.{json,safetensors}   the same on all ranks, written by rank 0
+        shard-00001-*.safetensors                      weights and optimizer state that rank 0 wrote
         rank-00000.{json,safetensors}                  RNG states and data cursors of one rank
         run.json                                       step, resolved recipe, tokenizer, trainer's state
         COMPLETE                                       every file with its size and SHA-256; written last
@@ -13,11 +13,13 @@ another. A step saved again (after a rollback) becomes `step-000300-1`. Data cur
 (micro-batch of a step), so another number of processes can take them over. A warm start (weights from a model
 directory, `run.init_from`) is another thing and not done here.
 
-State is nested dicts (any scalar keys), lists, tuples, tensors, numbers, strings and None: tensors lie in the
-safetensors file, all else in JSON. Python floats, integers and tensor bits come back exactly; tensors that
-share memory (tied weights) are written once; anything else is a TypeError that names its place, so nothing is
-ever lost silently. Sharded tensors will go through torch.distributed.checkpoint: `save_tree` and `load_tree`
-are where it comes in.
+Asynchronous (`checkpoint.asynchronous`): tensors are copied to host memory, and training goes on while a
+thread writes. The next save, a rollback and the end of the run wait for it; what went wrong is raised there,
+on all ranks alike.
+
+Beside weights and optimizer, state is nested dicts (any scalar keys), lists, tuples, tensors, numbers,
+strings and None: tensors lie in the safetensors file, all else in JSON. Python floats, integers and tensor
+bits come back exactly; anything else is a TypeError that names its place, so nothing is ever lost silently.
 """
 
 from __future__ import annotations
@@ -27,23 +29,28 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, replacing, write_atomic
+from earlyfusion.pipeline import state
 from earlyfusion.pipeline.config.compose import dump, explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 
-FORMAT = 3
+FORMAT = 4
 FOLDER = "checkpoints"
 MARGIN_BYTES = 1 << 20
 """Free disk space that a checkpoint leaves."""
@@ -66,15 +73,22 @@ class RunFacts:
 
 @dataclass
 class Loaded:
-    """A checkpoint in memory. `lanes`: data cursor by lane, of all ranks. `rng`: by rank that saved."""
+    """A checkpoint but for its weights. `lanes`: data cursor by lane, of all ranks. `rng`: by rank that
+    saved. routing, rest: see state.py."""
 
     path: Path
     step: int
-    model: Record
-    optimizer: Record
+    routing: Record
+    rest: Record
     trainer: Record
     lanes: dict[int, Any]
     rng: list[Record]
+
+    def restore_weights(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put its weights and optimizer state into these, however they are sharded. Raises UserError for
+        those of another model."""
+        state.restore_model(model, self.path)
+        state.restore_optimizer(optimizer, model, self.path, self.routing, self.rest)
 
     def restore_rng(self, rank: int, seed: int) -> None:
         """This rank's generators as they were; a rank that did not exist then gets a seed of its own."""
@@ -96,17 +110,22 @@ def save_tree(stem: Path, tree: Any) -> None:
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _encode(tree, "", tensors, {})
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(stem.parent).free
+    check_room(stem, sum(tensor.nbytes for tensor in tensors.values()))
+    if tensors:
+        with replacing(stem.with_name(stem.name + ".safetensors")) as path:
+            save_file(tensors, path)
+    write_atomic(stem.with_name(stem.name + ".json"), json.dumps(skeleton))
+
+
+def check_room(stem: Path, needed: int) -> None:
+    """UserError where the disk has no room for so many bytes."""
+    free = shutil.disk_usage(stem.parent).free
     if free < needed + MARGIN_BYTES:
         raise UserError(
             f"no disk space for a checkpoint in {stem.parent.parent}: {stem.name} needs"
             f" {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep,"
             " or set run.out to another disk"
         )
-    if tensors:
-        with replacing(stem.with_name(stem.name + ".safetensors")) as path:
-            save_file(tensors, path)
-    write_atomic(stem.with_name(stem.name + ".json"), json.dumps(skeleton))
 
 
 def load_tree(stem: Path) -> Any:
@@ -203,36 +222,88 @@ class Checkpointer:
     """
 
     def __init__(
-        self, out: str | Path, runtime: Runtime, facts: RunFacts, keep: int = 2, keep_every: int = 0
+        self,
+        out: str | Path,
+        runtime: Runtime,
+        facts: RunFacts,
+        keep: int = 2,
+        keep_every: int = 0,
+        asynchronous: bool = False,
     ) -> None:
         self.folder = Path(out) / FOLDER
-        self.runtime, self.facts = runtime, facts
+        self.runtime, self.facts, self.asynchronous = runtime, facts, asynchronous
         self.keep, self.keep_every = keep, keep_every
+        # A thread must not meet the collectives of training: it has a group of its own.
+        self.group = runtime.new_group("gloo") if asynchronous and runtime.world > 1 else None
+        self._thread: Thread | None = None
+        self._failed: BaseException | None = None
 
     @classmethod
     def of(cls, config: Any, tokenizer: Tokenizer, runtime: Runtime, **more: Any) -> Checkpointer:
         """The checkpoints of a resolved recipe; more: what else a resume must agree with."""
         facts = RunFacts(dump(config) | more, tokenizer.hash, tokenizer.vocab_size)
         section = config.checkpoint
-        return cls(config.run.directory, runtime, facts, section.keep, section.keep_every)
+        kept = section.keep, section.keep_every
+        return cls(config.run.directory, runtime, facts, *kept, section.asynchronous)
 
     def save(
         self,
         step: int,
         *,
-        model: Record,
-        optimizer: Record,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         trainer: Record,
         lanes: Mapping[int, Any],
     ) -> Path:
         """Write the state after `step` updates. Every rank calls it; returns the folder on every rank.
 
-        model, optimizer: state dicts, equal on all ranks. trainer: guard, meter and other loop state, equal
-        on all ranks. lanes: the data cursors of this rank's lanes. Raises UserError on every rank when the
-        disk is full.
+        trainer: guard, meter and other loop state, equal on all ranks. lanes: the data cursors of this rank's
+        lanes. Raises UserError on every rank when the disk is full (asynchronous: that of the save before).
         """
+        self.wait()
+        tensors, rest = state.collect(model, optimizer)
+        own = {"rng": rng_state(), "lanes": dict(lanes), "rest": rest}
+        own["routing"] = state.routing(optimizer, model)
+        run = {"format": FORMAT, "step": step, "world": self.runtime.world}
+        run |= asdict(self.facts) | {"trainer": trainer}
+        # Told before anything is written, so that every rank sees the same free name.
+        path = self._name(step)
+        self.runtime.barrier()
+        if not self.asynchronous:
+            self._write(path, tensors, own, run)
+            return path
+
+        copies, trees = state.staged(tensors), deepcopy((own, run))
+
+        def work() -> None:
+            try:
+                self._write(path, copies, *trees)
+            except BaseException as error:
+                self._failed = error
+
+        self._thread = Thread(target=work, name="checkpoint")
+        self._thread.start()
+        return path
+
+    def wait(self) -> None:
+        """Until what is being written is on the disk. Raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Let a thread end that still writes; for a run that fails itself."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], own: Record, run: Record) -> None:
         # Under another name until everything is on the disk: a kill leaves no believable half.
-        partial, main = self.folder / f"step-{step:06d}.tmp-partial", self.runtime.is_main
+        partial = self.folder / f"{path.name}.tmp-partial"
+        main, rank = self.runtime.is_main, self.runtime.rank
+        written: Record = {}
 
         def prepare() -> None:
             if main:
@@ -241,24 +312,30 @@ class Checkpointer:
 
         # Every rank writes its own state, the first one also what is the same on all.
         def write() -> None:
-            own = {"rng": rng_state(), "lanes": dict(lanes)}
-            save_tree(partial / f"rank-{self.runtime.rank:05d}", own)
+            save_tree(partial / f"rank-{rank:05d}", own)
             if main:
-                save_tree(partial / "model", model)
-                save_tree(partial / "optimizer", optimizer)
-                run = {"format": FORMAT, "step": step, "world": self.runtime.world}
-                save_tree(partial / "run", run | asdict(self.facts) | {"trainer": trainer})
+                save_tree(partial / "run", run)
+            check_room(partial / "weights", state.nbytes(tensors.values()) // self.runtime.layout.sharing)
+
+        # What a rank wrote it also reads again for its checksum: one rank would take as long as all.
+        def write_tensors() -> None:
+            state.write(tensors, partial, self.group)
+            names = [f"rank-{rank:05d}.*", f"shard-{rank + 1:05d}-*", *(["run.*"] if main else [])]
+            for file in (file for name in names for file in partial.glob(name)):
+                written[file.name] = [file.stat().st_size, sha256_of(file)]
 
         def seal() -> None:
             if main:
-                self._seal(partial, path)
+                self._seal(partial, path, contents)
 
         self._together(partial, prepare)
         self._together(partial, write)
-        path = self._name(step)  # before the rename, so that every rank sees the same free name
-        self.runtime.barrier()
+        self._together(partial, write_tensors)
+        contents: list[Record] = [written]
+        if self.runtime.world > 1:
+            contents = [{} for _ in range(self.runtime.world)]
+            dist.all_gather_object(contents, written, group=self.group)
         self._together(partial, seal)
-        return path
 
     def _clear_rests(self) -> None:
         """What a kill left behind: a half-written folder, or a half-removed one (its marker goes first)."""
@@ -269,20 +346,23 @@ class Checkpointer:
 
     def _name(self, step: int) -> Path:
         """step-000300, or step-000300-1 where there is one already, and so on: later ones are newer."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
         name = f"step-{step:06d}"
         return self.folder / (f"{name}-{max(attempts) + 1}" if attempts else name)
 
-    def _seal(self, partial: Path, path: Path) -> None:
+    def _seal(self, partial: Path, path: Path, written: Sequence[Record]) -> None:
         # A rank on a disk of its own would leave a hole that shows only on resume.
-        missing = [r for r in range(self.runtime.world) if not (partial / f"rank-{r:05d}.json").exists()]
+        missing = [
+            r for r, files in enumerate(written) if not all((partial / name).exists() for name in files)
+        ]
         if missing:
             raise UserError(
                 f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share"
             )
         # Written last: a folder with this file is whole.
-        contents = {file.name: [file.stat().st_size, sha256_of(file)] for file in sorted(partial.iterdir())}
+        contents = {name: fact for files in written for name, fact in files.items()}
         write_atomic(partial / "COMPLETE", json.dumps(contents))
         _fsync(partial)
         os.replace(partial, path)
@@ -314,12 +394,20 @@ class Checkpointer:
                 "free disk space or set run.out to another disk, then start again with --resume"
             )
 
-        if not self.runtime.agree(int(problem is not None)):
+        if not self._agree(int(problem is not None)):
             return
-        self.runtime.barrier()
+        self._agree(0)
         if self.runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise problem or UserError(f"checkpoint not written to {self.folder}: another rank could not write")
+
+    def _agree(self, code: int) -> int:
+        """`Runtime.agree`, also from the thread that writes."""
+        if self.group is None:
+            return self.runtime.agree(code)
+        value = torch.tensor([code])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return int(value)
 
     def start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when
@@ -337,6 +425,7 @@ class Checkpointer:
     def load_intact(self) -> Loaded:
         """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all.
         UserError when there is none."""
+        self.wait()
         paths = completed(self.folder)[::-1]
         passed = 0
         while self.runtime.is_main and passed < len(paths) and (fault := damage(paths[passed])):
@@ -363,12 +452,13 @@ class Checkpointer:
 
             # Cursors are by lane, so that any number of processes can share them out anew.
             ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
-            lanes: dict[int, Any] = {}
+            merged: Record = {"lanes": {}, "routing": {}, "rest": {}}
             for rank in ranks:
-                lanes |= rank["lanes"]
-            model, optimizer = load_tree(path / "model"), load_tree(path / "optimizer")
+                for key, found in merged.items():
+                    found |= rank[key]
             rng = [rank["rng"] for rank in ranks]
-            return Loaded(path, run["step"], model, optimizer, run["trainer"], lanes, rng)
+            routing, rest, lanes = merged["routing"], merged["rest"], merged["lanes"]
+            return Loaded(path, run["step"], routing, rest, run["trainer"], lanes, rng)
         except _UNREADABLE as error:
             raise UserError(
                 f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume"

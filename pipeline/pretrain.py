@@ -35,7 +35,6 @@ from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.launch import launch
-from earlyfusion.pipeline.parallel.shard import full_state
 from earlyfusion.pipeline.plan import banner
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything, spread, whole
 from earlyfusion.pipeline.schedule import StageTable, due
@@ -205,8 +204,8 @@ class Pretraining:
         losses = self.runtime.sum(self.loss_meter.sums_S22).cpu()  # of all ranks: the file keeps rank 0's
         path = self.checkpoints.save(
             self.step,
-            model=full_state(self.fusion.state_dict()),
-            optimizer=full_state(self.optimizer.state_dict()),
+            model=self.fusion,
+            optimizer=self.optimizer,
             trainer={"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": losses},
             lanes=self.loaders.state_dict(),
         )
@@ -215,8 +214,7 @@ class Pretraining:
 
     def restore_weights(self, loaded: Loaded) -> None:
         """Weights and optimizer of a checkpoint, nothing else."""
-        self.fusion.load_state_dict(loaded.model)
-        self.optimizer.load_state_dict(loaded.optimizer)
+        loaded.restore_weights(self.fusion, self.optimizer)
 
     def restore(self, loaded: Loaded) -> None:
         """Everything, as it was when the checkpoint was written."""
@@ -232,6 +230,7 @@ class Pretraining:
     def leave_early(self) -> int:
         """Save and leave, to be started again."""
         path = self.save()
+        self.checkpoints.wait()
         reason = self.runtime.stop.received or "a signal on another rank"
         message = f"{reason}: saved {path.name}; --resume goes on from here"
         self.tracker.event(self.step, "stop", message=message)
@@ -244,6 +243,7 @@ class Pretraining:
         with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self.save()
+            self.checkpoints.wait()
             if self.runtime.is_main:
                 self.write_all(loader, headline)
         self.runtime.barrier()
@@ -261,6 +261,7 @@ class Pretraining:
 
     def close(self) -> None:
         """Stop threads, close files, give the signal handlers back."""
+        self.checkpoints.close()
         self.loaders.close()
         self.tracker.close()
         self.runtime.close()

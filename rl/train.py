@@ -52,7 +52,6 @@ from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, render, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.launch import launch
-from earlyfusion.pipeline.parallel.shard import full_state
 from earlyfusion.pipeline.runtime import (
     Runtime,
     exchange_gradients,
@@ -491,8 +490,8 @@ class Reinforcement:
         }
         path = self.checkpoints.save(
             self.update,
-            model=full_state(self.model.state_dict()),
-            optimizer=full_state(self.optimizer.state_dict()),
+            model=self.model,
+            optimizer=self.optimizer,
             trainer={
                 "book": self.prompts.state_dict(),
                 "guard": self.guard.state_dict(),
@@ -511,8 +510,7 @@ class Reinforcement:
         """Go on from a checkpoint: bit for bit by as many processes as saved it, by others with the
         unfinished answers dealt anew. Raises DataError for PTX rows that these processes cannot share."""
         # Weights first: the engine and the learner hold the same tensors.
-        self.model.load_state_dict(loaded.model)
-        self.optimizer.load_state_dict(loaded.optimizer)
+        loaded.restore_weights(self.model, self.optimizer)
         trainer, self.update = loaded.trainer, loaded.step
         self.guard.load_state_dict(trainer["guard"])
         self.prompts.load_state_dict(trainer["book"])
@@ -543,6 +541,7 @@ class Reinforcement:
     def leave_early(self) -> int:
         """Save and leave, to be started again."""
         path = self.save()
+        self.checkpoints.wait()
         reason = self.runtime.stop.received or "a signal on another rank"
         message = f"{reason}: saved {path.name}; --resume goes on from here"
         self.tracker.event(self.update, "note", message=message)
@@ -552,6 +551,7 @@ class Reinforcement:
         """The last measurement and checkpoint, the model directory and the report."""
         self.measure()
         self.save()
+        self.checkpoints.wait()
         with whole(self.plain, self.model, self.runtime):
             directory = self.save_model(self.out / "model")
         if self.runtime.is_main:
@@ -577,6 +577,7 @@ class Reinforcement:
 
     def close(self) -> None:
         """Stop threads and processes, close files, give the signal handlers back."""
+        self.checkpoints.close()
         for part in (self.curated, self.rewards, self.collector, self.tracker):
             if part is not None:
                 part.close()

@@ -243,6 +243,8 @@ class CheckpointSection(Section):
     """Newest checkpoints kept."""
     keep_every: NonNegativeInt = 0
     """Steps whose multiples are kept for good; 0 keeps none for good."""
+    asynchronous: bool = False
+    """Training goes on while a thread writes a copy in host memory (which must hold it)."""
 
 
 class TrackSection(Section):

@@ -222,6 +222,11 @@ class Layout:
         return self.mesh["holders"].get_group()
 
     @property
+    def sharing(self) -> int:
+        """Ranks that hold the very same tensors and share out who writes them."""
+        return self.sizes.dp_replicate
+
+    @property
     def copies(self) -> int:
         """Ranks that hold (a part of) the same layers."""
         return self.sizes.world // self.sizes.pp

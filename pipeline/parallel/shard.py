@@ -228,10 +228,3 @@ def spread(
     # As if every rank had drawn the weights.
     torch.set_rng_state(random_state)
     return pipeline or model, model, plain
-
-
-def full_state(tree: Any) -> Any:
-    """A state dict with its sharded tensors put together; every rank calls it."""
-    if isinstance(tree, dict):
-        return {key: full_state(value) for key, value in tree.items()}
-    return full(tree) if isinstance(tree, Tensor) else tree

@@ -332,8 +332,7 @@ class DpoRun:
         # Not read again: another packing would round otherwise, and a resume be another run.
         self.reference_P2 = start.trainer["reference"].clone()
         self.guard.load_state_dict(start.trainer["guard"])
-        self.model.load_state_dict(start.model)
-        self.optimizer.load_state_dict(start.optimizer)
+        start.restore_weights(self.model, self.optimizer)
         start.restore_rng(self.runtime.rank, self.config.run.seed)
 
     def updates(self, steps: list[list[int]]) -> bool:
@@ -453,8 +452,8 @@ class DpoRun:
         reference = self.reference_P2
         self.checkpoints.save(
             self.step,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            model=self.model,
+            optimizer=self.optimizer,
             trainer={"guard": self.guard.state_dict(), "pairs": self.digest, "reference": reference},
             lanes={self.runtime.rank: {}},
         )
