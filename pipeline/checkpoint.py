@@ -46,12 +46,15 @@ from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, replacing, write_atomic
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import state
 from earlyfusion.pipeline.config.compose import dump, explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 
 FORMAT = 4
 FOLDER = "checkpoints"
+TOKENIZER = "tokenizer"
+"""Beside the checkpoints: what `earlyfusion export` needs of the run besides."""
 MARGIN_BYTES = 1 << 20
 """Free disk space that a checkpoint leaves."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
@@ -235,6 +238,9 @@ class Checkpointer:
         self.keep, self.keep_every = keep, keep_every
         # A thread must not meet the collectives of training: it has a group of its own.
         self.group = runtime.new_group("gloo") if asynchronous and runtime.world > 1 else None
+        self.tokenizer: Tokenizer | None = None
+        self.chat = False
+        """Whether the model speaks the chat form, for an export."""
         self._thread: Thread | None = None
         self._failed: BaseException | None = None
 
@@ -244,7 +250,9 @@ class Checkpointer:
         facts = RunFacts(dump(config) | more, tokenizer.hash, tokenizer.vocab_size)
         section = config.checkpoint
         kept = section.keep, section.keep_every
-        return cls(config.run.directory, runtime, facts, *kept, section.asynchronous)
+        made = cls(config.run.directory, runtime, facts, *kept, section.asynchronous)
+        made.tokenizer = tokenizer
+        return made
 
     def save(
         self,
@@ -264,8 +272,10 @@ class Checkpointer:
         tensors, rest = state.collect(model, optimizer)
         own = {"rng": rng_state(), "lanes": dict(lanes), "rest": rest}
         own["routing"] = state.routing(optimizer, model)
-        run = {"format": FORMAT, "step": step, "world": self.runtime.world}
-        run |= asdict(self.facts) | {"trainer": trainer}
+        run: Record = {"format": FORMAT, "step": step, "world": self.runtime.world}
+        run |= asdict(self.facts) | {"trainer": trainer, "chat": self.chat}
+        if isinstance(model, NativeFusion):
+            run["model"] = model.config.model_dump(mode="json")
         # Told before anything is written, so that every rank sees the same free name.
         path = self._name(step)
         self.runtime.barrier()
@@ -309,6 +319,8 @@ class Checkpointer:
             if main:
                 self._clear_rests()
                 partial.mkdir()
+                if self.tokenizer is not None and not (self.folder / TOKENIZER).exists():
+                    self.tokenizer.save(self.folder / TOKENIZER)
 
         # Every rank writes its own state, the first one also what is the same on all.
         def write() -> None:

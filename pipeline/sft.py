@@ -45,6 +45,7 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.pretrain import Pretraining
+from earlyfusion.pipeline.runtime import whole
 from earlyfusion.pipeline.sft_start import start_model, with_start
 
 HELDOUT = 64
@@ -146,7 +147,7 @@ class FineTuning(Pretraining):
     def build_evaluator(self) -> evaluate.Evaluator:
         evaluator = ChatEvaluator(self.config, self.plain, self.tokenizer, self.runtime, self.out)
         # A model that was taught documents alone is asked as pretraining asks.
-        evaluator.chat = self._speaks_chat()
+        self.checkpoints.chat = evaluator.chat = self._speaks_chat()
         return evaluator
 
     def _speaks_chat(self) -> bool:
@@ -162,7 +163,7 @@ class FineTuning(Pretraining):
         """The steps, with an evaluation before the first one: what the stage started from."""
         # A resumed run has this evaluation behind it.
         if self.step == 0 and self.config.eval.every:
-            with self.meter.paused():
+            with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
                 self.evaluator.run(0, self.tracker, final=False)
         return super().train()
 

@@ -112,6 +112,14 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint, whole, by name; all of them in memory."""
+    facts = {name: fact for name, fact in known(folder).items() if name.startswith(MODEL)}
+    found = {name: torch.empty(fact.size, dtype=fact.properties.dtype) for name, fact in facts.items()}
+    read(found, folder)
+    return {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+
+
 @torch.no_grad()
 def restore_model(model: nn.Module, folder: Path) -> None:
     """Put the weights and buffers of a checkpoint into a model, in place."""

@@ -61,6 +61,7 @@ VERBS = {
         "print a recipe's sizes, FLOPs, routing and stages without training",
         _RUN,
     ),
+    "export": Verb("earlyfusion.pipeline.export_cmd:export", "a training checkpoint as a model directory"),
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
 }
 """Name -> verb, in the order of the help."""

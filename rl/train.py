@@ -178,6 +178,7 @@ class Reinforcement:
         self.start_folder = start_directory(config)
         self.tokenizer = Tokenizer.load(self.start_folder)
         self.checkpoints = Checkpointer.of(config, self.tokenizer, runtime)
+        self.checkpoints.chat = (self.start_folder / "chat_template.jinja").is_file()
         start = self.checkpoints.start(resume)
 
         # The policy, and the optimizer over it.

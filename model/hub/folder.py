@@ -118,11 +118,13 @@ def save_model(
     facts: Facts | None = None,
     *,
     max_shard_bytes: int = 5 * 10**9,
+    read: Callable[[str], Tensor] | None = None,
 ) -> Path:
     """Write a model directory, replacing an older model directory (and nothing else) of the same name.
 
     tokenizer: `data.tokenizer.Tokenizer` or anything with `save(folder)` that writes a tokenizer.json; its
-    vocabulary must fit the model's. facts: see the head of the file. Tensors keep the dtype they have.
+    vocabulary must fit the model's. facts: see the head of the file. Tensors keep the dtype they have. read:
+    our name -> tensor, for a model on the meta device, whose weights lie elsewhere.
     Raises ModelDirectoryError when the place is taken by other files or the vocabulary does not fit; an
     OSError (disk full) leaves nothing behind.
     """
@@ -131,7 +133,8 @@ def save_model(
     with _fresh_directory(directory) as folder:
         tokenizer.save(folder)
         check_vocabulary(folder, config)
-        _write_weights(folder, model.state_dict(), max_shard_bytes)
+        own = model.state_dict()
+        _write_weights(folder, own, max_shard_bytes, read or own.__getitem__)
         dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
         for name, content in json_files(config, dtype).items():
             write_json(folder / name, content, indent=2)
@@ -212,7 +215,9 @@ def _fresh_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+def _write_weights(
+    folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int, read: Callable[[str], Tensor]
+) -> None:
     # Shards are filled one after another; a tensor larger than a shard has one of its own.
     shards: list[list[PublicTensor]] = [[]]
     filled = total = 0
@@ -233,7 +238,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
         content = {}
         for item in shard:
             # clones are separate, dense and short-lived: at most one shard is held twice
-            content[item.name] = item.view(tensors[item.ours].detach()).cpu().clone().contiguous()
+            content[item.name] = item.view(read(item.ours).detach()).cpu().clone().contiguous()
             where[item.name] = name
         try:
             save_file(content, str(folder / name), metadata={"format": "pt"})

@@ -8,16 +8,29 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from runpy import run_path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import torch
 from forked import finish, ranks
+from safetensors.torch import load_file
+from tiny_state import restored, trained
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import checkpoint as module
-from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, completed, latest, load_tree, save_tree
+from earlyfusion.pipeline import state
+from earlyfusion.pipeline.checkpoint import (
+    Checkpointer,
+    RunFacts,
+    completed,
+    latest,
+    load_tree,
+    save_tree,
+    step_of,
+)
 from earlyfusion.pipeline.runtime import Runtime, StopFlag
 
 RECIPE = {"optim": {"lr": 0.01}, "run": {"out": "a"}, "stages": [{"name": "s", "steps": 9}]}
@@ -25,10 +38,15 @@ FACTS = RunFacts(RECIPE, "abc", 300)
 
 
 def save(keeper, step, **trainer):
-    """The state of a step; a weight that is tied has two names."""
-    weight = torch.full((4,), float(step))
-    state = {"embed.weight": weight, "head.weight": weight, "scale": torch.tensor(1.0)}
-    return keeper.save(step, model=state, optimizer={}, trainer=trainer, lanes={0: {"cursor": step}})
+    """The state of a step, whose weight tells the step."""
+    model, optimizer = trained(step)
+    return keeper.save(step, model=model, optimizer=optimizer, trainer=trainer, lanes={0: {"cursor": step}})
+
+
+def assert_of_step(loaded, step):
+    weight, momentum = restored(loaded)
+    assert torch.equal(weight, torch.full((4,), float(step)))
+    assert torch.equal(momentum, 10 * weight) and loaded.step == step
 
 
 @pytest.fixture
@@ -65,11 +83,16 @@ def test_state_trees_come_back_exactly(tmp_path):
     assert math.copysign(1, back["floats"][1]) == -1
 
 
-def test_what_cannot_be_written_without_pickle_is_refused_by_name_and_tied_weights_are_written_once(
-    keeper, tmp_path
-):
-    written = json.loads((save(keeper, 1) / "model.json").read_text())
-    assert written["head.weight"] == written["embed.weight"]
+def test_no_file_of_a_checkpoint_is_a_pickle(keeper):
+    """Every byte is JSON or safetensors, read by parsers that run nothing."""
+    for file in save(keeper, 1).iterdir():
+        if file.suffix == ".safetensors":
+            assert load_file(file)
+        else:
+            json.loads(file.read_text())
+
+
+def test_what_cannot_be_written_without_pickle_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"state at /a/b: a set"):
         save_tree(tmp_path / "x", {"a": {"b": {1, 2}}})
 
@@ -81,6 +104,9 @@ KILLED = textwrap.dedent("""
     from earlyfusion.pipeline import checkpoint
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
     from earlyfusion.pipeline.runtime import Runtime
+    import torch.distributed.checkpoint
+    sys.path.insert(0, HERE)
+    from tiny_state import trained
 
     torch.set_num_threads(1)
     runtime, calls, kill_at = Runtime(), 0, 0
@@ -95,8 +121,8 @@ KILLED = textwrap.dedent("""
         return call
 
     def save(keeper, step):
-        weights = {"w": torch.full((4,), float(step))}
-        keeper.save(step, model=weights, optimizer={}, trainer={}, lanes={0: step})
+        model, optimizer = trained(step)
+        keeper.save(step, model=model, optimizer=optimizer, trainer={}, lanes={0: step})
 
     def one(folder):
         global calls
@@ -123,7 +149,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """SIGKILL before each write, fsync, rename and removal in turn; what is found afterwards is step 1 or 2,
     intact."""
     script = tmp_path / "killed.py"
-    script.write_text(KILLED)
+    script.write_text(KILLED.replace("HERE", repr(str(Path(__file__).parent))))
     subprocess.run([sys.executable, script, tmp_path / "runs"], check=True, timeout=120)
     folders = sorted((tmp_path / "runs").iterdir(), key=lambda path: int(path.name))
     assert len(folders) > 12
@@ -131,10 +157,10 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     for folder in folders:
         keeper = Checkpointer(folder, Runtime(), RunFacts({"stages": []}, "abc", 300), keep=1)
         loaded = keeper.load(latest(keeper.folder))
-        assert torch.equal(loaded.model["w"], torch.full((4,), float(loaded.step)))
+        assert_of_step(loaded, loaded.step)
         assert loaded.lanes == {0: loaded.step}
         steps.append(loaded.step)
-        keeper.save(3, model={"w": torch.zeros(1)}, optimizer={}, trainer={}, lanes={0: 3})
+        save(keeper, 3)
         assert [path.name for path in keeper.folder.iterdir()] == ["step-000003"], "the next save cleans up"
     assert steps == sorted(steps) and set(steps) == {1, 2}
 
@@ -142,11 +168,13 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
 def test_half_written_and_damaged_folders_do_not_count(keeper):
     good = save(keeper, 1)
     newer = save(keeper, 2)
-    with open(newer / "model.safetensors", "r+b") as file:
+    with open(next(newer.glob("shard-*")), "r+b") as file:
         file.truncate(10)
     (keeper.folder / "step-000009").mkdir()
     (keeper.folder / "step-000010.tmp-partial").mkdir()
     assert latest(keeper.folder) == good
+    assert_of_step(keeper.load_intact(), 1)
+    (newer / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         keeper.load(newer)
 
@@ -176,20 +204,52 @@ def test_a_full_disk_is_told_before_anything_is_written(keeper, monkeypatch):
     assert list(keeper.folder.iterdir()) == [good]
 
 
-@pytest.mark.parametrize("failing", ["save_file", "write_atomic"])
+def no_space(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", ["save_file", "write_atomic", "tensors"])
 def test_a_disk_that_fills_up_midway_leaves_nothing_half_written(keeper, monkeypatch, failing):
     good = save(keeper, 1)
-
-    def no_space(*_, **__):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, failing, no_space)
+        if failing == "tensors":
+            # In the middle of the weights, where torch writes.
+            patch.setattr("torch.distributed.checkpoint.filesystem._write_item", no_space)
+        else:
+            patch.setattr(module, failing, no_space)
         with pytest.raises(UserError, match=r"No space left on device.*older checkpoints are untouched"):
             save(keeper, 2)
     assert list(keeper.folder.iterdir()) == [good]
     save(keeper, 2)
     assert keeper.load(latest(keeper.folder)).step == 2
+
+
+def test_an_asynchronous_save_holds_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
+    """The thread is held up until the weight has changed; the next save waits for it, and tells its fault."""
+    keeper = Checkpointer(tmp_path, Runtime(), FACTS, keep=3, asynchronous=True)
+    model, optimizer = trained(1)
+    go, real = Event(), state.write
+    monkeypatch.setattr(state, "write", lambda *given: (go.wait(60), real(*given)))
+    cursor = {"cursor": 1}
+    keeper.save(1, model=model, optimizer=optimizer, trainer={}, lanes={0: cursor})
+    assert completed(keeper.folder) == []
+    with torch.no_grad():
+        model.w.fill_(99)
+        optimizer.state[model.w]["momentum_buffer"].fill_(99)
+    cursor["cursor"] = 99
+    go.set()
+    loaded = keeper.load_intact()
+    assert_of_step(loaded, 1)
+    assert loaded.lanes == {0: {"cursor": 1}}
+
+    monkeypatch.setattr(state, "write", no_space)
+    save(keeper, 2)
+    with pytest.raises(UserError, match="No space left on device"):
+        save(keeper, 3)
+    monkeypatch.setattr(state, "write", real)
+    save(keeper, 4)
+    keeper.wait()
+    assert [step_of(path) for path in completed(keeper.folder)] == [1, 4]
 
 
 def changed(**optim):
@@ -235,6 +295,7 @@ TWO_RANKS = textwrap.dedent("""
     from earlyfusion.kernels.errors import UserError
     from earlyfusion.pipeline.update import Guard
     from earlyfusion.pipeline.runtime import Runtime, seed_everything
+    from tiny_state import restored, trained
 
     runtime = Runtime(threads=1)
     assert runtime.world == 2
@@ -242,25 +303,29 @@ TWO_RANKS = textwrap.dedent("""
     assert Guard(agree=runtime.agree).check(float("nan") if runtime.rank else 1.0, 1.0).action == "skip"
 
     seed_everything(runtime.rank)
-    keeper = Checkpointer(OUT, runtime, RunFacts({"stages": []}, "abc", 300))
+    keeper = Checkpointer(OUT, runtime, RunFacts({"stages": []}, "abc", 300), asynchronous=ASYNC)
     def save(step, state):
-        weights = {"w": torch.ones(2)}
-        return keeper.save(step, model=weights, optimizer={}, trainer={}, lanes={runtime.rank: state})
+        model, optimizer = trained(step)
+        return keeper.save(step, model=model, optimizer=optimizer, trainer={}, lanes={runtime.rank: state})
     path = save(1, {"cursor": runtime.rank * 10})
     drawn = torch.rand(1).item()
+    keeper.wait()
     loaded = keeper.load(path)
+    assert restored(loaded)[0].tolist() == [1.0] * 4
     assert loaded.lanes == {0: {"cursor": 0}, 1: {"cursor": 10}}, loaded.lanes
     loaded.restore_rng(runtime.rank, 0)
     assert torch.rand(1).item() == drawn
 
     try:
         save(2, {"cursor": 1})
+        keeper.wait()
         if runtime.rank == 1:
             from earlyfusion.pipeline import checkpoint
             def no_space(*_):
                 raise OSError(28, "No space left on device")
             checkpoint.save_tree = no_space
         save(3, {})
+        keeper.wait()
         raise SystemExit("both ranks should have failed")
     except UserError as error:
         assert "not written" in str(error)
@@ -276,8 +341,10 @@ TWO_RANKS = textwrap.dedent("""
     """)
 
 
-def test_two_gloo_ranks_save_fail_and_stop_together(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_gloo_ranks_save_fail_and_stop_together(asynchronous, tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text(TWO_RANKS.replace("OUT", repr(str(tmp_path / "out"))))
+    text = TWO_RANKS.replace("OUT", repr(str(tmp_path / "out"))).replace("ASYNC", str(asynchronous))
+    script.write_text(text)
     for code, errors in map(finish, ranks(run_path, (str(script),), {**os.environ})):
         assert code == 0, errors[-3000:]

@@ -17,9 +17,10 @@ from tiny_run import run_here, same, two_ranks, weights
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline import pretrain
-from earlyfusion.pipeline.checkpoint import latest, load_tree, step_of
+from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
+from earlyfusion.pipeline.state import weights as stored
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, SCHEDULED = 5, 40
@@ -117,7 +118,7 @@ def test_two_processes_equal_one(recipe, alone, tmp_path):
     assert (tmp_path / "report.html").exists()
     assert len(list(latest(tmp_path / "checkpoints").glob("rank-*.json"))) == 2
 
-    first, other = (load_tree(out / "checkpoints" / "step-000001" / "model") for out in (tmp_path, alone))
+    first, other = (stored(out / "checkpoints" / "step-000001") for out in (tmp_path, alone))
     biases = [name for name in first if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2
     for (

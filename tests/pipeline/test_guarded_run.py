@@ -77,7 +77,8 @@ def test_the_guard_rolls_back_to_the_checkpoint_and_passes_the_bad_batch_over(tr
     real = run.checkpoints.save
 
     def save(step, **state):
-        saved.setdefault(step, {name: value.clone() for name, value in state["model"].items()})
+        weights = state["model"].state_dict()
+        saved.setdefault(step, {name: value.clone() for name, value in weights.items()})
         return real(step, **state)
 
     monkeypatch.setattr(run.checkpoints, "save", save)

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_state import trained
 
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.prepare.cmd import prepare
@@ -163,10 +163,14 @@ def test_metrics_on_a_full_disk_are_one_line_and_the_run_can_go_on(tmp_path, cap
 
 def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_older_one_stays(tmp_path, capsys):
     keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300))
-    state = {"optimizer": {}, "trainer": {}, "lanes": {0: 1}}
-    first = keeper.save(1, model={"w": torch.ones(2)}, **state)
+
+    def save(step, size):
+        model, optimizer = trained(step, size)
+        return keeper.save(step, model=model, optimizer=optimizer, trainer={}, lanes={0: 1})
+
+    first = save(1, 2)
     with a_disk_that_takes(20_000):
-        line = refusal(capsys, lambda: keeper.save(2, model={"w": torch.ones(9_000)}, **state))
+        line = refusal(capsys, lambda: save(2, 9_000))
     assert str(keeper.folder) in line and list(keeper.folder.iterdir()) == [first]
     assert keeper.start(resume=True).step == 1
 
@@ -182,12 +186,13 @@ def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys):
 def test_a_flipped_bit_of_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_path, capsys):
     keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300), keep=3)
     for step in (1, 2):
-        keeper.save(step, model={"w": torch.arange(9.0) * step}, optimizer={}, trainer={}, lanes={0: step})
-    path = keeper.folder / "step-000002" / "model.safetensors"
+        model, optimizer = trained(step)
+        keeper.save(step, model=model, optimizer=optimizer, trainer={}, lanes={0: step})
+    (path,) = (keeper.folder / "step-000002").glob("shard-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert keeper.start(resume=True).step == 1
-    assert "step-000002 is damaged (model.safetensors" in capsys.readouterr().err
+    assert "step-000002 is damaged (shard-00001-model" in capsys.readouterr().err
     (keeper.folder / "step-000001" / "run.json").unlink()
     assert "none of the" in refusal(capsys, lambda: keeper.start(resume=True))
 

@@ -7,16 +7,19 @@ without pictures meet in every plan. Sums are formed in another order, so number
 
 import pytest
 import tiny_run
+import torch
 from forked import finish, ranks
 from test_distributed import FIRST_RTOL
 from tiny_run import environment, run_here, split, weights
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel.mesh import Layout, Sizes, check_model, check_stage, sizes_of
 from earlyfusion.pipeline.parallel.stages import cuts
+from earlyfusion.pipeline.state import weights as stored
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS = 20
@@ -93,6 +96,39 @@ def test_every_plan_trains_like_one_process(plan, recipe, alone, tmp_path):
             want = other[name].float()
             far = (mine[name] - want).norm() / want.norm().clamp_min(MOST * want.numel() ** 0.5)
             assert far < WEIGHT_RTOL, (name, float(far))
+
+
+@pytest.mark.slow
+def test_other_processes_under_another_plan_go_on(recipe, alone, tmp_path):
+    """Four ranks of shards and experts, then a pipeline of two, then one process: the curve of one
+    process."""
+    every = "--checkpoint.every 2 --checkpoint.keep 9"
+    none = "--parallel.dp_shard 1 --parallel.ep 1 --parallel.pp 1"
+    legs = [
+        (4, f"--steps 4 {every} --parallel.dp_shard 4 --parallel.ep 2"),
+        (2, f"--steps 7 {every} --resume {none} --parallel.pp 2"),
+        (1, f"--steps 9 {every} --resume {none}"),
+    ]
+    for world, words in legs:
+        given = ["pretrain", str(recipe), "--out", str(tmp_path), *words.split()]
+        for code, errors in map(finish, ranks(cli.main, (given,), environment(), world)):
+            assert code == 0, errors[-4000:]
+    ours, theirs = (read_metrics(out / "metrics.jsonl", "train") for out in (tmp_path, alone))
+    assert [record["step"] for record in ours] == list(range(1, 10))
+    for mine, other in zip(ours, theirs):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=LOSS_RTOL), mine["step"]
+
+    # Any of them is a model directory: by four ranks, and by one.
+    for step in (4, 9):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:06d}"
+        assert cli.main(["export", str(checkpoint), "--to", str(tmp_path / f"at-{step}")]) == 0
+    assert (tmp_path / "at-9" / "model.safetensors").read_bytes() == (
+        tmp_path / "model" / "model.safetensors"
+    ).read_bytes()
+    written, read = weights(tmp_path, "at-4"), stored(tmp_path / "checkpoints" / "step-000004")
+    assert torch.equal(written["language_model.model.norm.weight"], read["decoder.norm.weight"]) and len(
+        load_model(tmp_path / "at-4").state_dict()
+    ) == len(read)
 
 
 def section(**sizes):

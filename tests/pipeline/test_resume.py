@@ -15,8 +15,9 @@ from forked import finish
 from tiny_run import assert_same, losses, numbers, run_here, start
 
 from earlyfusion.pipeline import build, pretrain, update
-from earlyfusion.pipeline.checkpoint import completed, latest, load_tree, step_of
+from earlyfusion.pipeline.checkpoint import completed, latest, step_of
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
+from earlyfusion.pipeline.state import weights as stored
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, BOUNDARY = 20, 8  # of tiny_run: the second stage begins after step 8
@@ -39,7 +40,7 @@ def test_the_unbroken_run_exercises_what_a_resume_must_carry(unbroken):
     seen = {key for record in records for key in record if key.startswith("loss/")}
     assert seen == {"loss/image", "loss/text", "loss/source/vqa", "loss/source/manual", "loss/source/scenes"}
     assert sum(record["clipped_heads"] for record in records) > 0
-    state = load_tree(latest(unbroken / "checkpoints") / "model")
+    state = stored(latest(unbroken / "checkpoints"))
     biases = [value for name, value in state.items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2 and all(bool(bias.any()) for bias in biases)
     assert records[-1]["loss"] < records[0]["loss"] - 0.5

@@ -201,9 +201,9 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(out / "metrics.jsonl", "train")]
 
 
-def weights(out: Path) -> dict[str, torch.Tensor]:
+def weights(out: Path, folder: str = "model") -> dict[str, torch.Tensor]:
     """The tensors of a finished run's model directory."""
-    return load_file(out / "model" / "model.safetensors")
+    return load_file(out / folder / "model.safetensors")
 
 
 def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:

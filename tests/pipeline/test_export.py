@@ -1,0 +1,47 @@
+"""`earlyfusion export`: a checkpoint becomes the model directory that the run itself would write."""
+
+import pytest
+from tiny_run import run_here
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        words = ("--steps 4 --checkpoint.every 2 --checkpoint.asynchronous true",)
+        assert run_here(recipe, out, *words, monkeypatch=patch) == EXIT_OK
+    return out
+
+
+def test_the_last_checkpoint_is_the_model_that_the_run_wrote(trained, tmp_path):
+    assert cli.main(["export", str(trained), "--to", str(tmp_path / "out")]) == EXIT_OK
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
+
+
+def test_an_earlier_one_is_another_model(trained, tmp_path):
+    checkpoint = trained / "checkpoints" / "step-000002"
+    assert cli.main(["export", str(checkpoint), "--to", str(tmp_path / "out")]) == EXIT_OK
+    early, late = (folder / "model.safetensors" for folder in (tmp_path / "out", trained / "model"))
+    assert early.read_bytes() != late.read_bytes() and early.stat().st_size == late.stat().st_size
+    assert load_model(tmp_path / "out").config.text.vocab_size >= Tokenizer.load(tmp_path / "out").vocab_size
+
+
+def test_what_cannot_be_exported_is_one_line(trained, tmp_path, capsys):
+    assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == EXIT_USER
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+    checkpoint = tmp_path / "step-000002"
+    checkpoint.mkdir()
+    for file in (trained / "checkpoints" / "step-000002").iterdir():
+        (checkpoint / file.name).write_bytes(file.read_bytes())
+    (shard,) = checkpoint.glob("shard-*")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert cli.main(["export", str(checkpoint), "--to", str(tmp_path / "out")]) == EXIT_USER
+    said = capsys.readouterr().err
+    assert "is damaged" in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
