@@ -380,13 +380,11 @@ def gradient_sync(model: nn.Module, runtime: Runtime, last: bool) -> AbstractCon
     return nullcontext() if kept else runtime.accelerator.no_sync(model)
 
 
-def exchange_gradients(model: NativeFusion, runtime: Runtime) -> None:
+def exchange_gradients(model: nn.Module, runtime: Runtime) -> None:
     """Sum the gradients over ranks, for losses that were divided by the totals of all ranks."""
-    if runtime.world == 1:
+    # Those of shards have been summed on the way.
+    if runtime.world == 1 or runtime.layout.sharded:
         return
-    if runtime.layout.sharded:
-        # They have been summed on the way; who had none on any rank has zeros.
-        return shard.drop_zeros(model, runtime.layout)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # All ranks send the same shapes; who has no gradient sends zeros and says so.
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]

@@ -175,20 +175,6 @@ def clip_grad_norm(model: NativeFusion, limit: float, layout: Layout) -> float:
     return norm
 
 
-def drop_zeros(model: NativeFusion, layout: Layout) -> None:
-    """Take away gradients that are zero on all ranks: a step on zeros goes along old momentum."""
-    params = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    known_P = torch.zeros(len(params), device=model.device)
-    for index, parameter in enumerate(params):
-        assert parameter.grad is not None
-        local = local_part(parameter.grad)
-        known_P[index] = local.abs().amax() if local.numel() else 0.0
-    dist.all_reduce(known_P, op=dist.ReduceOp.MAX)
-    for parameter, known in zip(params, known_P.tolist()):
-        if known == 0:
-            parameter.grad = None
-
-
 def shards_of(tensor: Tensor) -> int:
     """In how many parts a tensor lies on the ranks."""
     if not is_sharded(tensor):

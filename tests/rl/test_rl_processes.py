@@ -55,7 +55,7 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
         constant["now"] = True
         for world in (1, 2):
             monkeypatch.setattr(made.runtime, "world", world)
-            monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None: values)
+            monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None, group=None: values)
             monkeypatch.setattr(made.collector, "due", lambda count, rank: count if rank == 0 else 0)
             record = made.iterate()
             assert record["empty"] == 1 and record["grad_norm"] == 0 and record["informative"] == 0
@@ -209,25 +209,39 @@ IN_PIECES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [WHOLE, IN_PIECES], ids=["whole", "in pieces"])
 def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
-    """Same prompts, same samples, gradients summed over gloo: the same way, up to the order of sums."""
+    """Same prompts, same samples, gradients summed over gloo: the same way, up to the order of sums; each
+    with the whole policy, or with shards and half of the experts."""
     file = tmp_path / "recipe.toml"
     (tmp_path / "vowels.py").write_text(
         VOWELS
     )  # a reward that random weights earn, so that gradients are no rounding
     file.write_text(to_toml(recipe(reward={"name": "vowels:share"}, optim=LINEAR, **changes)))
-    for world, name in ((1, "one"), (2, "two")):
-        launched(world, file, folder, tmp_path / name)
-    ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative", "empty", "carried"):
-            assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (mine["step"], key)
-        assert mine.get("rewards/error") == other.get("rewards/error")
+    shards = ["--parallel.dp_shard=2", "--parallel.ep=2"]
+    for world, name, extra in ((1, "one", []), (2, "two", []), (2, "shards", shards)):
+        launched(world, file, folder, tmp_path / name, *extra)
+    ours = numbers(tmp_path / "one")
+    for name in ("two", "shards"):
+        for mine, other in zip(ours, numbers(tmp_path / name), strict=True):
+            for key in (
+                "score",
+                "length",
+                "entropy",
+                "grad_norm",
+                "answers",
+                "informative",
+                "empty",
+                "carried",
+            ):
+                assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (name, mine["step"], key)
+            assert mine.get("rewards/error") == other.get("rewards/error")
+        assert_about_the_same_way(folder, tmp_path / "one", tmp_path / name)
     assert ours[-1]["rewards/error"] > 0
-    assert_about_the_same_way(folder, tmp_path / "one", tmp_path / "two")
     if changes is IN_PIECES:
         assert all(mine["carried"] for mine in ours[:-1]) and any(mine["staleness"] for mine in ours)
-        # In the middle of answers: begun by one process, carried on by two, finished by one.
-        for world, steps, extra in ((1, 3, []), (2, 5, ["--resume"]), (1, 6, ["--resume"])):
+        # In the middle of answers: begun by one process, carried on by two with shards, finished by one.
+        whole = ["--parallel.dp_shard=1", "--parallel.ep=1"]
+        legs = ((1, 3, []), (2, 5, ["--resume", *shards]), (1, 6, ["--resume", *whole]))
+        for world, steps, extra in legs:
             launched(world, file, folder, tmp_path / "moved", f"--run.steps={steps}", *extra)
         assert numbers(tmp_path / "moved")[-1]["answers"] == ours[-1]["answers"] > 0
         assert_about_the_same_way(folder, tmp_path / "one", tmp_path / "moved")
