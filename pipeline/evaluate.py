@@ -20,6 +20,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
@@ -84,6 +86,12 @@ class Evaluator:
             # Its files are read and its form is built now, not after an hour of training.
             if task not in cls.own_tasks:
                 build_task(task, data=config.eval.data).data_hash()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the recipe asks for no measurement that needs the weights."""
+        section = self.config.eval
+        return not (section.tasks or section.heldout or section.samples)
 
     def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> Record:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.
@@ -321,10 +329,16 @@ def source_facts(config: RunConfig, shares: Mapping[str, float]) -> dict[str, Re
     return facts
 
 
-def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: Record) -> Sequence[str]:
+def write_outputs(
+    out: Path,
+    fusion: NativeFusion,
+    tokens: Any,
+    facts: Record,
+    read: Callable[[str], Tensor] | None = None,
+) -> Sequence[str]:
     """The model directory and the report; returns lines to show. tokens: what `save_model` saves as
-    tokenizer."""
-    directory = save_model(fusion, tokens, out / "model", facts)
+    tokenizer; read: see there."""
+    directory = save_model(fusion, tokens, out / "model", facts, read=read)
     shown = {key: facts[key] for key in ("name", "steps", "tokens", "seconds", "device", "precision", "seed")}
     write_json(out / "facts.json", shown)
     report = write_report(out)

@@ -6,11 +6,9 @@ read from the checkpoint one after another, and written a file at a time. Safete
 those that the run itself writes at its end.
 """
 
-from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.options import Options, verb
@@ -46,20 +44,12 @@ def export(options: ExportOptions) -> None:
         model = NativeFusion(config)
     words = Tokenizer.load(path.parent / TOKENIZER)
 
-    # Of a stack of experts every matrix is asked for; the stack is read once.
-    @lru_cache(maxsize=1)
-    def read(name: str) -> Tensor:
-        tensor = torch.empty_like(model.state_dict()[name], device="cpu")
-        state.read({state.MODEL + name: tensor}, path)
-        return tensor
-
-    facts = {
-        "name": run["recipe"]["run"]["name"],
-        "steps": run["step"],
-        "recipe": run["recipe"]["run"]["name"],
-    }
+    name = run["recipe"]["run"]["name"]
+    facts = {"name": name, "recipe": name, "steps": run["step"]}
     spoken = ChatTokenizer(words) if run["chat"] else words
-    directory = save_model(model, spoken, options.to, facts | {"sources": {}, "evals": {}}, read=read)
+    directory = save_model(
+        model, spoken, options.to, facts | {"sources": {}, "evals": {}}, read=state.reader(model, path)
+    )
     print(f"model directory: {directory} (step {step_of(path)} of {path.parent.parent})")
 
 

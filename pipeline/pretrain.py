@@ -20,15 +20,17 @@ directory) and report.html.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline import build, cli, evaluate
+from earlyfusion.pipeline import build, cli, evaluate, state
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import load_config
@@ -69,6 +71,7 @@ class Pretraining:
 
         # Schedule, data, and who encodes which picture.
         self.step, self.total = 0, config.total_steps
+        self.read: Callable[[str], Tensor] | None = None
         self.stages = StageTable(config.stages, config.optim.lr)
         self.loaders = StageLoaders(config, self.tokenizer, runtime, self.out)
         self.exchange = PictureExchange(config.parallel, self.fusion.config, runtime)
@@ -104,7 +107,7 @@ class Pretraining:
 
     def write_outputs(self, facts: Record) -> Sequence[str]:
         """The model directory and the report, by rank 0; returns lines to show. facts: of the run."""
-        return evaluate.write_outputs(self.out, self.plain, self.tokenizer, facts)
+        return evaluate.write_outputs(self.out, self.plain, self.tokenizer, facts, self.read)
 
     # ------------------------------------------------------------------------------------------- the loop
 
@@ -163,8 +166,8 @@ class Pretraining:
             if runtime.should_stop():
                 return self.leave_early()
             if due(config.eval.every, self.step, self.total):
-                with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
-                    self.evaluator.run(self.step, self.tracker, final=False)
+                with self.meter.paused():
+                    self.evaluated(final=False)
             if due(config.checkpoint.every, self.step, self.total):
                 with self.meter.paused():
                     self.save()
@@ -181,6 +184,13 @@ class Pretraining:
         of_layers = build.optimizer_metrics(self.optimizer) | expert_metrics(step.expert_load, self.fusion)
         record |= build.of_all_stages(of_layers, self.runtime)
         self.tracker.log(self.step, record)
+
+    def evaluated(self, *, final: bool, loader: Loader | None = None) -> Record:
+        """The numbers of an evaluation at this step, for which every rank holds the whole model; every rank
+        calls it."""
+        held = nullcontext() if self.evaluator.idle else whole(self.plain, self.fusion, self.runtime)
+        with held:
+            return self.evaluator.run(self.step, self.tracker, final=final, loader=loader)
 
     def rolled_back(self, verdict: Verdict) -> bool:
         """The guard refused the step: tell it, and stop or go back where its policy asks for that. True: gone
@@ -240,11 +250,13 @@ class Pretraining:
         """The last evaluation and checkpoint, the model directory and the report."""
         # The stage of the last step taken: with run.steps it need not be the recipe's last one.
         loader = self.loaders.at(self.stages.index(max(0, self.step - 1)))
-        with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
-            headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
-            self.save()
+        with self.meter.paused():
+            headline = self.evaluated(final=True, loader=loader)
+            path = self.save()
             self.checkpoints.wait()
             if self.runtime.is_main:
+                # Of shards nobody holds the whole: it is read from what has just been written.
+                self.read = state.reader(self.plain, path) if self.plain is not self.fusion else None
                 self.write_all(loader, headline)
         self.runtime.barrier()
         return EXIT_OK

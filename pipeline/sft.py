@@ -45,7 +45,6 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.pretrain import Pretraining
-from earlyfusion.pipeline.runtime import whole
 from earlyfusion.pipeline.sft_start import start_model, with_start
 
 HELDOUT = 64
@@ -163,8 +162,8 @@ class FineTuning(Pretraining):
         """The steps, with an evaluation before the first one: what the stage started from."""
         # A resumed run has this evaluation behind it.
         if self.step == 0 and self.config.eval.every:
-            with self.meter.paused(), whole(self.plain, self.fusion, self.runtime):
-                self.evaluator.run(0, self.tracker, final=False)
+            with self.meter.paused():
+                self.evaluated(final=False)
         return super().train()
 
     def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
@@ -181,7 +180,7 @@ class FineTuning(Pretraining):
         # The template is how generate, chat, serve and eval know the form.
         tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
         return evaluate.write_outputs(
-            self.out, self.plain, tokenizer, facts | {"base": start, "notes": notes}
+            self.out, self.plain, tokenizer, facts | {"base": start, "notes": notes}, self.read
         )
 
 

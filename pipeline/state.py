@@ -10,7 +10,8 @@ processes, or another plan, can go on. There is no pickle: DCP's own files carry
 the Hugging Face layout do not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,19 @@ def weights(folder: Path) -> dict[str, Tensor]:
     found = {name: torch.empty(fact.size, dtype=fact.properties.dtype) for name, fact in facts.items()}
     read(found, folder)
     return {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
+
+
+def reader(model: nn.Module, folder: Path) -> Callable[[str], Tensor]:
+    """name -> the whole tensor in a checkpoint, read when it is asked for; model: whose, on any device."""
+
+    # Of a stack of experts every matrix is asked for in turn; the stack is read once.
+    @lru_cache(maxsize=1)
+    def one(name: str) -> Tensor:
+        tensor = torch.empty_like(model.state_dict()[name], device="cpu")
+        read({MODEL + name: tensor}, folder)
+        return tensor
+
+    return one
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.pipeline import build, cli
+from earlyfusion.pipeline import build, cli, state
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, render, validate
@@ -503,8 +503,9 @@ class Reinforcement:
             lanes={self.runtime.rank: own},
         )
         if self.config.checkpoint.models:
-            with whole(self.plain, self.model, self.runtime):
-                self.save_model(self.out / "models" / f"update-{self.update:06d}")
+            self.checkpoints.wait()
+            if self.runtime.is_main:
+                self.save_model(self.out / "models" / f"update-{self.update:06d}", path)
         return path
 
     def restore(self, loaded: Loaded) -> None:
@@ -551,22 +552,19 @@ class Reinforcement:
     def finish(self) -> int:
         """The last measurement and checkpoint, the model directory and the report."""
         self.measure()
-        self.save()
+        path = self.save()
         self.checkpoints.wait()
-        with whole(self.plain, self.model, self.runtime):
-            directory = self.save_model(self.out / "model")
         if self.runtime.is_main:
+            directory = self.save_model(self.out / "model", path)
             self.tracker.close()
             self.tracker.say(f"model directory: {directory}")
             self.tracker.say(f"report: {write_rl_report(self.out)}")
         self.runtime.barrier()
         return EXIT_OK
 
-    def save_model(self, directory: Path) -> Path:
+    def save_model(self, directory: Path, checkpoint: Path) -> Path:
         """The trained weights as a model directory, with the chat template where the start had one, and the
-        run's facts beside it; by rank 0, while the plain model holds them."""
-        if not self.runtime.is_main:
-            return directory
+        run's facts beside it; by rank 0. checkpoint: where the weights of shards are read."""
         facts = build.run_facts(self.config, self.update, self.seconds, self.runtime)
         parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         write_json(self.out / "facts.json", facts | {"parameters": parameters})
@@ -574,7 +572,8 @@ class Reinforcement:
         tokenizer: Tokenizer | ChatTokenizer = self.tokenizer
         if (self.start_folder / "chat_template.jinja").is_file():
             tokenizer = ChatTokenizer(self.tokenizer)
-        return save_model(self.plain, tokenizer, directory, facts | {"sources": {}, "evals": {}})
+        read = None if self.plain is self.model else state.reader(self.plain, checkpoint)
+        return save_model(self.plain, tokenizer, directory, facts | {"sources": {}, "evals": {}}, read=read)
 
     def close(self) -> None:
         """Stop threads and processes, close files, give the signal handlers back."""
