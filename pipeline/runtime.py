@@ -243,15 +243,15 @@ class Runtime:
         parallel: ShardSection | None = None,
     ) -> None:
         check_versions()
-        # On a GPU tensors come from torch's own pool.
-        if not torch.cuda.is_available():
-            keep_freed_memory()
         if threads is not None:
             torch.set_num_threads(threads)
         # Before accelerate reads its words: it would shard by them a second time.
         world = int(os.environ.get("WORLD_SIZE", "1"))
         parallel = parallel or ParallelSection()
         sizes = sizes_of(parallel, world)
+        # On a GPU tensors come from torch's own pool; who shards on a CPU wants the memory more than the time.
+        if not torch.cuda.is_available() and sizes.plain:
+            keep_freed_memory()
         # Buffers hold per-rank statistics (max logits, expert load):
         # DDP must not overwrite them with rank 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
