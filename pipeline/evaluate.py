@@ -114,7 +114,8 @@ class Evaluator:
             # Few and quick: the other ranks wait at the barrier below.
             tracker.busy("answering samples")
             self._samples(step)
-            if final and loader is not None:
+            # (Without weights, where nothing was asked for of a sharded model, there is nothing to look at.)
+            if final and loader is not None and self.fusion.device.type != "meta":
                 self._attnres(step)
             if headline:
                 tracker.event(step, "eval", **headline, message=headline_line(headline))

@@ -249,7 +249,7 @@ class Runtime:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         parallel = parallel or ParallelSection()
         sizes = sizes_of(parallel, world)
-        # On a GPU tensors come from torch's own pool; who shards on a CPU wants the memory more than the time.
+        # On a GPU tensors come from torch's own pool; who shards on a CPU wants memory more than time.
         if not torch.cuda.is_available() and sizes.plain:
             keep_freed_memory()
         # Buffers hold per-rank statistics (max logits, expert load):

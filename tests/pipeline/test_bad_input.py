@@ -66,7 +66,6 @@ def test_an_output_folder_that_cannot_be_is_told_first(run, recipe, tmp_path, ca
 LAUNCHED = """
 ACCELERATE_MIXED_PRECISION=bf16 | mixed precision 'bf16', the recipe says 'no'
 ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 | lanes
-ACCELERATE_USE_FSDP=true | FSDP
 ACCELERATE_USE_DEEPSPEED=true | DEEPSPEED
 ACCELERATE_DYNAMO_BACKEND=INDUCTOR | INDUCTOR
 ACCELERATE_MIXED_PRECISION=no MASTER_ADDR=127.0.0.1 | torchrun
@@ -81,7 +80,7 @@ def test_settings_of_a_launcher_that_nothing_obeys_are_refused(case):
 
 
 @pytest.mark.parametrize(
-    "option", ["--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--use_fsdp"]
+    "option", ["--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--use_deepspeed"]
 )
 def test_options_that_a_launcher_does_not_hand_on_are_read_from_its_command_line(option):
     words = ["python", "accelerate", "launch", *option.split(), "-m", "x"]
@@ -183,18 +182,19 @@ def test_a_warm_start_from_another_shape_is_refused(run, recipe, stopped, tmp_pa
 
 
 def test_a_full_disk_is_one_line_and_the_older_checkpoint_stays(run, recipe, tmp_path, monkeypatch, capsys):
-    """The disk fills up between the first checkpoint (step 3, four files of state) and the second."""
+    """The disk fills up between the first checkpoint (step 3, two trees of state and the weights) and the
+    second."""
     calls, real = [0], shutil.disk_usage
 
     def usage(path):
         calls[0] += 1
-        return real(path) if calls[0] <= 4 else SimpleNamespace(total=1, used=1, free=1000)
+        return real(path) if calls[0] <= 3 else SimpleNamespace(total=1, used=1, free=1000)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     assert run(recipe, tmp_path) == EXIT_USER
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and "no disk space" in lines[0] and "MiB" in lines[0]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-000003"]
     assert not (tmp_path / "model").exists()
     monkeypatch.setattr(shutil, "disk_usage", real)
     assert run(recipe, tmp_path, "--resume", "--steps", "4") == EXIT_OK

@@ -165,6 +165,10 @@ plan
 plan nosuch
 plan nano --model.hidden_size seven
 doctor --device tpu
+export
+export NONE
+export FILE --to FILE
+export NONE --to FILE
 """
 
 
