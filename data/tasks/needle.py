@@ -5,8 +5,10 @@ stands in it: as a small picture, or told in a sentence. One of them, the needle
 has, and the question at the end asks for its colour. Both forms of a problem hold the same text, shapes and
 depth.
 
-Held out: the needle's (colour, shape), and the files of the haystack. Control: `Haystack.without`, the same
-document with another shape in the needle's place.
+Held out: which thing stands beside which needle, and the files of the haystack. The needle's own (colour,
+shape) is of training on both sides: a small model answers for a pair it never saw with one that it did,
+whatever the length, and length is what is measured. Control: `Haystack.without`, the same document with
+another shape in the needle's place.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from PIL import Image as PILImage
 from earlyfusion.data.library import library
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.synth.graph import Pair, pair_key, pairs
+from earlyfusion.data.synth.graph import Pair, pairs
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.puzzles import draw_things
 
@@ -42,8 +44,8 @@ def hay(heldout: bool) -> tuple[str, ...]:
     for name, text in library(LIBRARY_BYTES):
         if held_out(f"stdlib/{name}", FRACTION) == heldout:
             # Tables and names in capitals take several times as many tokens as words do.
-            wordy = [line for line in text.splitlines() if sum(map(str.islower, line)) > len(line.strip()) / 2]
-            lines += [f"{line[: TEXT_BYTES - 1]}\n" for line in wordy]
+            half = lambda line: sum(map(str.islower, line)) > len(line.strip()) / 2
+            lines += [f"{line[: TEXT_BYTES - 1]}\n" for line in filter(half, text.splitlines())]
     return tuple(lines)
 
 
@@ -72,7 +74,7 @@ class Haystack(Problem):
 
     def without(self) -> "Haystack":
         """The same document with the thing of another place where the needle was."""
-        # The next one: two equal neighbours are nothing that a haystack would not hold.
+        # Its neighbour once more: two equal ones stand side by side in any long haystack.
         stand_in = self.things[self.needle - 1]
         things = (*self.things[: self.needle], stand_in, *self.things[self.needle + 1 :])
         return replace(self, things=things, description=told(self.texts, things))
@@ -92,7 +94,7 @@ class Needle(Task):
 
     def draw(self, rng, heldout, knobs):
         """See Task."""
-        colour, shape = rng.choice(pairs(heldout))
+        colour, shape = rng.choice(pairs(False))
         # One place fewer: the question and the answer stand there.
         count = knobs["length"] // APART - 1
         others = [pair for pair in pairs(False) if pair[1] != shape]
@@ -109,7 +111,7 @@ class Needle(Task):
             told(texts, tuple(things)),
             colour,
             colour,
-            pair_key((colour, shape)),
+            f"needle/{colour}/{shape} beside {things[needle - 1]}",
             f"depth {part / DEPTHS:.1f} to {(part + 1) / DEPTHS:.1f}",
             {"length": knobs["length"], "depth": depth},
             texts=texts,
