@@ -24,9 +24,9 @@ from earlyfusion.data.synth.graph import Pair, pairs
 from earlyfusion.data.tasks.problem import Problem, Task, task
 from earlyfusion.data.tasks.puzzles import draw_things
 
-APART = 64
+APART = 32
 """Tokens from one shape to the next."""
-TEXT_BYTES = 140
+TEXT_BYTES = 48
 """Of text between two shapes: what a vocabulary of 2,048 hardly ever takes more than APART tokens for, with
 the shape itself."""
 LIBRARY_BYTES, FRACTION = 4_000_000, 0.1
@@ -88,9 +88,9 @@ def told(texts: tuple[str, ...], things: tuple[Pair, ...]) -> str:
 
 @task("needle")
 class Needle(Task):
-    """The colour of the one shape that a long document shows once. Level i: 256 * 2^i tokens at most."""
+    """The colour of the one shape that a long document shows once. Level i: 128 * 2^i tokens at most."""
 
-    levels = tuple({"length": 256 << i} for i in range(11))
+    levels = tuple({"length": 128 << i} for i in range(12))
 
     def draw(self, rng, heldout, knobs):
         """See Task."""

@@ -22,7 +22,7 @@ from earlyfusion.eval.protocol import EvalError, Generation, Prompt, Question
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record
 
-LENGTHS = "256,512,1024,2048"
+LENGTHS = "128,512,1024,2048"
 """Asked if --set lengths=... names no others."""
 EACH = 100
 """Questions of one length if --limit says nothing."""
