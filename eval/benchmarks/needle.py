@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
+from earlyfusion.data.sample import Segment
 from earlyfusion.data.tasks.needle import Haystack, Needle
 from earlyfusion.eval.benchmarks.base import benchmark
 from earlyfusion.eval.benchmarks.visual import PictureTask, whole
@@ -72,7 +73,7 @@ class NeedleTask(PictureTask):
         shown, without = (self.asked_of(one) for one in (problem, problem.without()))
         return [shown, without, [grey(part) for part in shown]][: 1 + len(self.views)]
 
-    def asked_of(self, problem: Haystack) -> Prompt:
+    def asked_of(self, problem: Haystack) -> list[Segment]:
         """As in training."""
         return list(problem.prompt("picture" if self.form == "picture" else "twin"))
 

@@ -10,7 +10,9 @@ from earlyfusion.eval.protocol import EvalError, TaskOptions
 
 
 def needle(form="", lengths="128,1024", **options):
-    return build_task(f"needle:{form}" if form else "needle", TaskOptions(extra={"lengths": lengths}, **options))
+    return build_task(
+        f"needle:{form}" if form else "needle", TaskOptions(extra={"lengths": lengths}, **options)
+    )
 
 
 def seen(question, request):
@@ -26,9 +28,11 @@ def said(question, request):
     return problem.answer if f"the {asked} is {problem.answer}." in request.prompt[0].text else "none"
 
 
-@pytest.mark.parametrize(("form", "model", "views"), [("", seen, ("without", "blind")), ("words", said, ("without",))])
+@pytest.mark.parametrize(
+    ("form", "model", "views"), [("", seen, ("without", "blind")), ("words", said, ("without",))]
+)
 def test_only_the_needle_answers(form, model, views):
-    records, sums = ask_all(needle(form), model, 31)
+    _, sums = ask_all(needle(form), model, 31)
     assert sums["score"] == 1.0 and sums["n"] == 31
     assert [sums[f"{view}_score"] for view in views] == [0.0] * len(views)
     rows = sums["by_category"]

@@ -178,12 +178,17 @@ def test_a_checkpoint_holds_everything_once_and_is_small(unbroken):
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_a_curriculum_of_lengths_stopped_at_a_border_resumes_bit_for_bit(tokenizer, tmp_path, monkeypatch, stop):
+def test_a_curriculum_of_lengths_stopped_at_a_border_resumes_bit_for_bit(
+    tokenizer, tmp_path, monkeypatch, stop
+):
     """Sources that only one stage reads, each with documents of its own length: stopped on the border between
     the stages, and one step before and behind it."""
     needles = {"kind": "problems", "weight": 0.0}
     options = {"tasks": {"needle": 1}, "forms": {"picture": 1, "twin": 1}}
-    changes = {"data__sources": [{"name": "manual", "kind": "pydoc", "weight": 0.3}], "train__loss_weights": {}}
+    changes = {
+        "data__sources": [{"name": "manual", "kind": "pydoc", "weight": 0.3}],
+        "train__loss_weights": {},
+    }
     recipe = tiny_recipe(tokenizer, **changes)
     for level, (stage, length) in enumerate(zip(recipe["stages"], (320, 640))):
         source = {"name": f"needle-{length}", **needles, "options": {**options, "difficulty": level}}
