@@ -53,6 +53,14 @@ def test_our_models_read_prompts_of_any_length(form):
     assert all(one["refused"] == 0 and one["metrics"]["n"] == 2 for one in found)
 
 
+def test_prompts_that_memory_does_not_hold_are_told(monkeypatch):
+    """torch's own error, of an allocation that no machine can make."""
+    model = own_model(batch_size=2)
+    monkeypatch.setattr("earlyfusion.eval.models.engine.KEPT_PREFIXES", 1 << 28)
+    with pytest.raises(EvalError, match="no memory for 2 sequences of .* tokens; ask for fewer"):
+        run_task(model, needle("words", "128"), limit=1)
+
+
 def test_a_prompt_over_a_models_window_is_counted_and_not_cut(tmp_path):
     model = hf_model(hf_folder(tmp_path, "gpt2"))
     found = run_task(model, needle("words", "128,4096"), limit=4)
