@@ -71,7 +71,8 @@ class NeedleTask(PictureTask):
         """The document, without its needle, and with grey pictures."""
         problem: Haystack = question.meta["problem"]
         shown, without = (self.asked_of(one) for one in (problem, problem.without()))
-        return [shown, without, [grey(part) for part in shown]][: 1 + len(self.views)]
+        prompts: list[Prompt] = [shown, without]
+        return [*prompts, [grey(part) for part in shown]] if "blind" in self.views else prompts
 
     def asked_of(self, problem: Haystack) -> list[Segment]:
         """As in training."""

@@ -57,7 +57,7 @@ def test_prompts_that_memory_does_not_hold_are_told(monkeypatch):
     """torch's own error, of an allocation that no machine can make."""
     model = own_model(batch_size=2)
     monkeypatch.setattr("earlyfusion.eval.models.engine.KEPT_PREFIXES", 1 << 28)
-    with pytest.raises(EvalError, match="no memory for 2 sequences of .* tokens; ask for fewer"):
+    with pytest.raises(EvalError, match=r"no memory for 2 sequences of .* tokens; ask for fewer"):
         run_task(model, needle("words", "128"), limit=1)
 
 
