@@ -114,7 +114,7 @@ class TaskEntry(Section):
 
     name: str
     """Task of data/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
-    jigsaw, maze, odd_one_out, geometry, arithmetic, text_math, or "file": your own questions
+    jigsaw, maze, odd_one_out, geometry, arithmetic, needle, text_math, or "file": your own questions
     (data/tasks/file.py); or "package.module:Class" of your own."""
     difficulty: NonNegativeInt = 0
     """Level of the task."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt, model_validator
 
+from earlyfusion.data.library import chunks_of_lines, library
 from earlyfusion.data.loading.order import digest64, held_out
 from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, question_text
@@ -182,23 +182,6 @@ def _heldout_topics(topics: dict[str, str], fraction: float) -> set[str]:
     return held
 
 
-# Left out of the standard library: what is not library code, and
-# pydoc_data, whose held-out topics must stay unseen.
-_EXCLUDED = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "pydoc_data",
-    "__pycache__",
-    "lib2to3",
-    "encodings",
-    "turtledemo",
-    "ensurepip",
-}
-
-
 class StdlibCodeOptions(Options):
     total_bytes: PositiveInt = 4_000_000
     """Files are taken in a fixed random order until they hold this many bytes."""
@@ -220,7 +203,7 @@ class StdlibCode(Listed):
     def open(self) -> None:
         self.train: list[tuple[str, str]] = []
         self.held: list[tuple[str, str]] = []
-        for name, text in _library(self.options.total_bytes):
+        for name, text in library(self.options.total_bytes):
             side = self.held if held_out(f"stdlib/{name}", self.val_fraction) else self.train
             for number, chunk in enumerate(chunks_of_lines(text, self.options.chunk_bytes)):
                 side.append((f"{name}#{number}", chunk))
@@ -232,46 +215,6 @@ class StdlibCode(Listed):
     def contents(self) -> Iterator[object]:
         for key, text in self.train:
             yield f"{key} {len(text)}"
-
-
-@cache
-def _library(total_bytes: int) -> tuple[tuple[str, str], ...]:
-    """(relative path, text) of library files in hash order until `total_bytes` are reached."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = [str(name.as_posix()) for name in names if not _EXCLUDED & set(name.parts)]
-    files, used = [], 0
-    # In the order of hashes: a sample of the whole library, and the same everywhere.
-    for name in sorted(kept, key=lambda name: digest64("stdlib", name)):
-        if used >= total_bytes:
-            break
-        try:
-            text = (root / name).read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue  # a handful of files in other encodings
-        if text.strip():
-            files.append((name, text))
-            used += len(text.encode())
-    return tuple(files)
-
-
-def chunks_of_lines(text: str, size: int) -> list[str]:
-    """Cut at line ends into chunks of at most `size` UTF-8 bytes (one longer line stays whole); joined they
-    are `text`."""
-    chunks: list[str] = []
-    current: list[str] = []
-    used = 0
-    # Lines stay whole: half a line of code teaches little.
-    for line in text.splitlines(keepends=True):
-        width = len(line.encode())
-        if current and used + width > size:
-            chunks.append("".join(current))
-            current, used = [], 0
-        current.append(line)
-        used += width
-    if current:
-        chunks.append("".join(current))
-    return chunks
 
 
 # ---- generated pictures

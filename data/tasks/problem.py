@@ -111,14 +111,14 @@ class Problem:
             return Image(render_text(self.description)), Text(question, 0.0)
         if form == "twin" or self.picture is None:
             return (Text(self.description + question, 0.0),)
-        return self.media(), Text(question, 0.0)
+        return *self.seen(), Text(question, 0.0)
 
     def chat(self, form: Form = "picture") -> list[Message]:
         """The same prompt as messages, for the chat form."""
         if self.messages:
             return list(self.messages)
         # The question alone: its marks belong to the form of pretraining.
-        shown = [part for part in self.prompt(form) if not isinstance(part, Text)]
+        shown = self.prompt(form)[:-1]
         told = f"{self.description}\n" if not shown and self.description else ""
         return [Message("user", (*shown, Text(told + self.question, 0.0)))]
 
@@ -130,6 +130,10 @@ class Problem:
                 if isinstance(part, Image):
                     return part.open()
         return self.picture
+
+    def seen(self) -> tuple[Segment, ...]:
+        """What stands before the question in the form "picture"."""
+        return (self.media(),)
 
     def media(self) -> Image | Video:
         """The picture, or the clip with its times, as a segment."""

@@ -19,7 +19,7 @@ from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import END_OF_MSG, Tokenizer
 from earlyfusion.eval.heldout import Loss, Room, measure
 from earlyfusion.eval.models.tokens import Context, Piece, TokenModel, cut_at, weights_of
-from earlyfusion.eval.protocol import GenerateRequest, Generation, LogProb, LossRequest, Prompt
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, LogProb, LossRequest, Prompt
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Prompt as OpenDocument
 from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest, TokenPrompt
@@ -144,16 +144,24 @@ class EngineModel(TokenModel):
 
         if self._engine is None or pages > self._pages or waiting > self._engine.max_waiting:
             self._engine, self._pages = None, pages  # the old one's memory goes first
-            self._engine = Engine(
-                self.model,
-                self.tokenizer,
-                max_slots=self.batch_size,
-                page_size=PAGE,
-                max_pages=pages,
-                prefill_chunk=CHUNK,
-                max_waiting=max(waiting, 1024),
-                prefix_cache=KEPT_PREFIXES,
-            )
+            try:
+                self._engine = Engine(
+                    self.model,
+                    self.tokenizer,
+                    max_slots=self.batch_size,
+                    page_size=PAGE,
+                    max_pages=pages,
+                    prefill_chunk=CHUNK,
+                    max_waiting=max(waiting, 1024),
+                    prefix_cache=KEPT_PREFIXES,
+                )
+            except RuntimeError as error:  # torch's own is one, on a CPU and on a GPU
+                if "memory" not in str(error):
+                    raise
+                raise EvalError(
+                    f"{self.name}: no memory for {self.batch_size} sequences of {longest:,} tokens; ask for"
+                    " fewer at once (--batch 1) or for shorter prompts"
+                ) from None
         return self._engine
 
     def forget(self) -> None:

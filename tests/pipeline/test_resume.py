@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import finish
-from tiny_run import assert_same, losses, numbers, run_here, start
+from tiny_run import assert_same, losses, numbers, run_here, start, tiny_recipe, write_recipe
 
 from earlyfusion.pipeline import build, pretrain, update
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
@@ -176,3 +176,33 @@ def test_a_checkpoint_holds_everything_once_and_is_small(unbroken):
     run = json.loads((paths[-1] / "run.json").read_text())
     assert run["step"] == STEPS and not any(run["trainer"]["guard"]["recent_bad"])
     assert {file.suffix for file in paths[-1].iterdir()} <= {".json", ".safetensors", ""}
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_curriculum_of_lengths_stopped_at_a_border_resumes_bit_for_bit(
+    tokenizer, tmp_path, monkeypatch, stop
+):
+    """Sources that only one stage reads, each with documents of its own length: stopped on the border between
+    the stages, and one step before and behind it."""
+    needles = {"kind": "problems", "weight": 0.0}
+    options = {"tasks": {"needle": 1}, "forms": {"picture": 1, "twin": 1}}
+    changes = {
+        "data__sources": [{"name": "manual", "kind": "pydoc", "weight": 0.3}],
+        "train__loss_weights": {},
+    }
+    recipe = tiny_recipe(tokenizer, **changes)
+    for level, (stage, length) in enumerate(zip(recipe["stages"], (320, 640))):
+        source = {"name": f"needle-{length}", **needles, "options": {**options, "difficulty": level}}
+        recipe["data"]["sources"].append(source)
+        weights = {"manual": 0.2, source["name"]: 0.8}
+        stage |= {"steps": 4, "length": length, "tokens": 2 * length, "weights": weights, "decay_steps": 0}
+    path = write_recipe(tmp_path / "curriculum.toml", recipe)
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_here(path, whole, monkeypatch=monkeypatch) == 0
+    for step, records in enumerate(numbers(whole), 1):
+        read = f"loss/source/needle-{320 if step <= 4 else 640}"
+        assert [key for key in records if key.startswith("loss/source/needle")] == [read]
+    assert run_here(path, parts, "--steps", str(stop), monkeypatch=monkeypatch) == 0
+    assert run_here(path, parts, "--resume", monkeypatch=monkeypatch) == 0
+    assert_same(parts, whole)

@@ -82,7 +82,7 @@ the form of a question, and the data of text_math: tasks.options tasks.thought
 entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty eval.tasks.environment
   eval.tasks.options eval.tasks.power eval.tasks.thought
 stages that train a part of the model: train.frozen
-a mixture that changes by stage or within one: stages.weights stages.mix.weights stages.mix.ramp
+a mixture that changes by stage or within one: stages.mix.weights stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
 partial rollouts: stale.max_lag
