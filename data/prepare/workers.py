@@ -2,6 +2,7 @@
 outcomes come in the order of the items all the same."""
 
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -76,8 +77,12 @@ def _cluster(make: Callable[[], Worker], address: str) -> Iterator[tuple[Callabl
     except ImportError:
         raise DataError("--ray needs ray; pip install 'earlyfusion[ray]'") from None
     try:
+        # Asked before Ray is, which takes minutes to find out that nobody is there.
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if port.isdigit():
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise DataError(
             f"--ray {address}: no cluster there ({one_line(error)}); start one with ray start --head, or say"
             " --ray local"

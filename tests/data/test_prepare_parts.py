@@ -4,12 +4,15 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.prepare import workers
 from earlyfusion.data.prepare.parts import PARTS
+from earlyfusion.data.prepare.write import ShardSet
 
 from .prepare_cases import digest, killed, main, prepare, words_of
 from .shard_files import dump, picture
@@ -73,7 +76,7 @@ def test_parts_in_any_order_end_in_the_bytes_of_one_run(tmp_path, source, parts,
     + [("part", "rename", n) for n in (1, 2, 5)]
     + [("merge", "add", n) for n in (1, 19, ITEMS)]
     + [("merge", "index", 2), ("merge", "delete", 1)]
-    + [("merge", "rename", n) for n in (1, 6, 30)],
+    + [("merge", "rename", n) for n in (1, 6, 26)],
 )
 def test_a_killed_part_or_merge_goes_on(tmp_path, source, words, where, count):
     options = LIMITS[0]
@@ -163,7 +166,7 @@ def test_a_damaged_file_of_a_part_is_named(tmp_path, source, harm):
     (file,) = (tmp_path / "out" / PARTS / "2-of-2").glob("*.items")
     data = bytearray(file.read_bytes())
     if harm == "flip":
-        data[data.index(b"x x x")] ^= 1
+        data[data.index(b"x x x")] ^= 1  # in a text
     file.write_bytes({"flip": data, "cut": data[:-9000], "line": data[5:]}[harm])
     with pytest.raises(
         DataError, match=r"000000023-000000047\.items: damaged \(.*; delete it, run --part 2/2"
@@ -174,3 +177,93 @@ def test_a_damaged_file_of_a_part_is_named(tmp_path, source, harm):
     merge(tmp_path)
     prepare(tmp_path, source, "whole")
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+# ---- Ray
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A cluster of two nodes of one CPU: (cluster, its second node)."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    sizes = {"num_cpus": 1, "object_store_memory": 80 << 20}  # bytes; the least Ray takes is 75 MiB
+    cluster = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
+    yield cluster, cluster.add_node(**sizes)
+    cluster.shutdown()
+
+
+def on_every_node(monkeypatch, folder):
+    """Each task leaves a file with the name of its node in `folder`."""
+    folder.mkdir()
+    real = workers.work_on_node
+
+    def spied(make, numbers):
+        import ray
+
+        (folder / ray.get_runtime_context().get_node_id()).touch()
+        return real(make, numbers)
+
+    monkeypatch.setattr(workers, "work_on_node", spied)
+    monkeypatch.setattr(workers, "CHUNK", 2)
+
+
+@pytest.mark.slow
+def test_the_nodes_of_a_cluster_give_the_bytes_of_one_process(tmp_path, source, nodes, monkeypatch):
+    options = LIMITS[0]
+    prepare(tmp_path, source, "whole", *options)
+    on_every_node(monkeypatch, tmp_path / "nodes")
+    # From another folder, with names relative to it: the workers stand elsewhere.
+    monkeypatch.chdir(tmp_path)
+    address = ["--ray", nodes[0].address]
+    main(
+        [
+            "source",
+            "--out",
+            "ray",
+            "--tokenizer",
+            "tokenizer",
+            "--vision",
+            "tiny",
+            *address,
+            *map(str, options),
+        ]
+    )
+    assert digest(tmp_path / "ray") == digest(tmp_path / "whole")
+    assert len(list((tmp_path / "nodes").iterdir())) == 2
+    for piece in ("2/2", "1/2"):
+        part(tmp_path, source, piece, *address, *options)
+    merge(tmp_path)
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+    # A node that is lost on the way: what it had is done again by the other.
+    real = ShardSet.add
+
+    def losing(self, outcome):
+        if outcome.number == 5:
+            nodes[0].remove_node(nodes[1])
+        return real(self, outcome)
+
+    monkeypatch.setattr(ShardSet, "add", losing)
+    prepare(tmp_path, source, "lost", *address, *options)
+    assert digest(tmp_path / "lost") == digest(tmp_path / "whole")
+
+    # A worker's own mistake is one line: such as a source that is not there.
+    def failing(make, numbers):
+        raise DataError("source: does not exist")
+
+    monkeypatch.setattr(workers, "work_on_node", failing)
+    with pytest.raises(DataError, match=r"a worker failed at items 0 to 1 \(source: does not exist\); run"):
+        prepare(tmp_path, source, "failing", *address)
+
+
+def test_no_cluster_and_no_ray_are_one_line_each(tmp_path, source, monkeypatch):
+    pytest.importorskip("ray")
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
+        with pytest.raises(DataError, match=f"--ray {address}: no cluster there .* start one with ray start"):
+            prepare(tmp_path, source, "out", "--ray", address)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DataError, match=r"--ray needs ray; pip install 'earlyfusion\[ray\]'"):
+        prepare(tmp_path, source, "out", "--ray", "auto")
