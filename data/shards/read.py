@@ -414,8 +414,9 @@ class Shards:
 
     def _open_index(self, shard: int) -> ShardIndex:
         # The place found at opening: a shard that has changed since is told sample by sample.
+        path = self._paths.get(shard) or self._find_index(shard)
         try:
-            return ShardIndex(self._paths.get(shard) or self._find_index(shard))
+            return ShardIndex(path)
         except DataError as error:
             LOG.warning("%s", error)
             return ShardIndex(self._cached_index(shard))
@@ -431,17 +432,17 @@ class Shards:
         folder, slash, name = url.rpartition("/")
         beside, local = f"{folder}{slash}{index_name(name)}", as_local(url)
         far = self._ranges and url.endswith(".tar") and not url.startswith(("pipe:", *HTTP))
+        if local is None and not far:
+            return None
         try:
-            if local is None and not far:
-                return None
             size = stamp(url)[0]
             stamp(beside)
-            # Its own first line must say so: a shard may have been written anew.
-            path = plain_copy(beside, self.cache)
-            if read_header(path)["bytes"] == size:
-                return path
         except FileNotFoundError:
-            pass
+            return None
+        path = plain_copy(beside, self.cache)
+        # Its own first line must say so: a shard may have been written anew.
+        try:
+            return path if read_header(path)["bytes"] == size else None
         except DataError as error:
             LOG.warning("%s", error)
         return None

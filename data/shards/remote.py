@@ -23,7 +23,7 @@ PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds between tries; s3fs tries five times of its own in each."""
 TOGETHER = 4 << 20
 """Most bytes that are asked for beyond what is read, or to have a sample in one request."""
-_NEAR = 1 << 16
+_NEAR = 1 << 12
 """Bytes between two reads that are taken for one after the other: headers and padding."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 T = TypeVar("T")
