@@ -1,7 +1,6 @@
 """Who reads and checks the items: this process, processes beside it, or the nodes of a Ray cluster. The
 outcomes come in the order of the items all the same."""
 
-import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -81,7 +80,7 @@ def _cluster(make: Callable[[], Worker], address: str) -> Iterator[tuple[Callabl
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if port.isdigit():
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise DataError(
             f"--ray {address}: no cluster there ({one_line(error)}); start one with ray start --head, or say"
