@@ -3,7 +3,8 @@
 
 Workers read, check and count; one writer puts the samples into shards in the order of the input, so the
 result is the same, byte for byte, for any number of workers and after any interruption: run the same command
-again to go on.
+again to go on. So it is for machines: --part 3/8 does the third of eight parts (each may run elsewhere, below
+one shared --out), --merge joins them; --ray lets the nodes of a Ray cluster read.
 
 What is read:
 
@@ -41,13 +42,11 @@ picture with a source and a caption becomes a caption, --format code makes it so
 
 import fcntl
 import json
-from collections import Counter, deque
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -61,25 +60,16 @@ from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.options import Options, verb
+from earlyfusion.data.prepare.parts import PARTS, Part, open_parts, part_numbers, whole
 from earlyfusion.data.prepare.read import InputOptions, open_input
-from earlyfusion.data.prepare.write import (
-    SKIPPED,
-    Outcome,
-    ShardSet,
-    Worker,
-    fault_of,
-    open_tokenizer,
-    start_worker,
-    work,
-)
-from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
+from earlyfusion.data.prepare.workers import outcomes
+from earlyfusion.data.prepare.write import SKIPPED, Outcome, ShardSet, Worker, fault_of, open_tokenizer
+from earlyfusion.data.shards.fetch import MANIFEST, as_local, read_manifest
 from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.vision.config import PRESETS
 
-CHUNK = 32
-"""Items of one task of a worker."""
 STATE = ".prepare.json"
 _LAYOUT = 4
 """Part of what finished shards are recognised by: raise it when they would be written otherwise."""
@@ -97,6 +87,13 @@ class PrepareOptions(Options):
     """only recheck checksums and indexes of --out"""
     workers: PositiveInt = 2
     """processes that read and check; 1 works in this process"""
+    ray: str | None = None
+    """address of a Ray cluster whose CPUs read and check in their place; auto: the one this machine is part
+    of; local: start one here"""
+    part: str | None = None
+    """i/n: do part i of n only, below an --out that the machines share; --merge makes the shards of them"""
+    merge: bool = False
+    """join the parts in --out to the finished shards"""
     shard_mb: float = Field(256.0, ge=1e-3)
     """largest shard in MB (10^6 bytes)"""
     shard_samples: PositiveInt = 10_000
@@ -133,25 +130,46 @@ def prepare(options: PrepareOptions) -> None:
     if options.verify:
         _recheck(out, console)
         return
+    if options.merge:
+        _report(out, _merge(out, console), console)
+        return
     if source is None:
-        raise DataError("prepare: name a source, or --verify to recheck --out")
+        raise DataError(
+            "prepare: name a source, --merge to join the parts in --out, or --verify to recheck it"
+        )
     # Before anything is opened: a typing error should not cost a scan of the folder.
     for name, given, known in (("format", options.format, FORMATS), ("vision", options.vision, PRESETS)):
         if given not in known:
             raise DataError(f"--{name} {given}: {did_you_mean(given, known)}")
+    piece = part_numbers(options.part) if options.part else None
+    if piece and options.overwrite:
+        raise DataError(
+            "--overwrite goes with no --part: another part may be at work; delete the folder first"
+        )
 
-    # What is read, and what the result depends on: the number of workers is no part of it.
+    make, plan = _plan(source, options, console)
+    if piece:
+        _part(out, piece, plan, make, options, console)
+        return
+    if (out / PARTS).exists():
+        raise DataError(
+            f"{out} holds parts of a preparation: join them with --merge, or delete {out / PARTS}"
+        )
+    # From here on nobody else writes in the folder.
+    with _owned(out, plan["identity"], options.overwrite):
+        manifest = read_manifest(str(out))
+        if manifest is not None:
+            console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
+        else:
+            read = lambda start: outcomes(make, start, plan["items"], options.workers, options.ray)
+            manifest = _write(out, plan, read, console)
+    _report(out, manifest, console)
+
+
+def _plan(source: str, options: PrepareOptions, console: Console) -> tuple[Callable[[], Worker], Record]:
+    """What makes a worker, and what the result depends on: the number of workers is no part of it."""
     fields = InputOptions(
         options.image_field, options.text_field, options.split, options.question_field, options.answer_field
-    )
-    make = partial(
-        Worker,
-        source,
-        fields,
-        format=options.format,
-        tokenizer=options.tokenizer,
-        vision=options.vision,
-        max_pixels=options.max_pixels,
     )
     try:
         opened = open_input(source, fields)
@@ -162,48 +180,123 @@ def prepare(options: PrepareOptions) -> None:
     for line in (opened.layout and f"found: {opened.layout}", *opened.notes):
         if line:
             console.print(line, soft_wrap=True, markup=False)
-    words = open_tokenizer(options.tokenizer).hash
-    sizes = options.shard_mb, options.shard_samples
-    how = (fields, options.format, options.dedup, options.vision, options.max_pixels, words)
-    identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how, *sizes):016x}"
-    form = opened.form if options.format == "auto" else options.format
-    about = {"tokenizer": words, "source": Path(source).name, "format": form, "vision": options.vision}
 
-    # From here on nobody else writes in the folder.
-    with _owned(out, identity, options.overwrite):
-        manifest = read_manifest(str(out))
-        if manifest is not None:
+    # Whole paths: the processes of a cluster stand in other folders.
+    local, words = as_local(source), options.tokenizer
+    make = partial(
+        Worker,
+        source if local is None else str(local.absolute()),
+        fields,
+        format=options.format,
+        tokenizer=words and str(Path(words).absolute()),
+        vision=options.vision,
+        max_pixels=options.max_pixels,
+    )
+    hashed = open_tokenizer(words).hash
+    sizes = options.shard_mb, options.shard_samples
+    how = (fields, options.format, options.dedup, options.vision, options.max_pixels, hashed)
+    form = opened.form if options.format == "auto" else options.format
+    return make, {
+        "identity": f"{digest64(_LAYOUT, opened.fingerprint(), *how, *sizes):016x}",
+        "items": opened.count,
+        "max_bytes": int(sizes[0] * 1e6),
+        "max_samples": sizes[1],
+        "dedup": options.dedup == "sample",
+        "about": {"tokenizer": hashed, "source": Path(source).name, "format": form, "vision": options.vision},
+    }
+
+
+def _write(out: Path, plan: Record, read: Callable[[int], Iterator[Outcome]], console: Console) -> Record:
+    """Make the shards that are not yet there of the outcomes `read(start)`; returns what index.json holds."""
+    with _full_disk(out):
+        shards = ShardSet(out, plan["max_bytes"], plan["max_samples"], plan["dedup"])
+        _fill(shards, read, plan["items"], console)
+        return shards.finish(plan["items"], plan["about"])
+
+
+def _part(
+    out: Path,
+    piece: tuple[int, int],
+    plan: Record,
+    make: Callable[[], Worker],
+    options: PrepareOptions,
+    console: Console,
+) -> None:
+    """Store what becomes of the items of one part."""
+    # Shared by all parts, so that neither a merge nor a whole preparation goes on beside them.
+    with _owned(out, plan["identity"], shared=True):
+        if read_manifest(str(out)) is not None:
             console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
-        else:
-            shards = ShardSet(out, int(sizes[0] * 1e6), sizes[1], options.dedup == "sample")
-            try:
-                _fill(shards, make, opened.count, options.workers, console)
-                manifest = shards.finish(opened.count, about)
-            except OSError as error:
-                raise DataError(
-                    f"{out}: cannot be written ({error.strerror or error}); free disk space and run the"
-                    " same command again, finished shards are kept"
-                ) from None
-    _report(out, manifest, console)
+            return
+        open_parts(out, piece[1], plan)
+        folder = out / PARTS / f"{piece[0]}-of-{piece[1]}"
+        with _locked(folder), _full_disk(out):
+            part = Part(out, *piece, plan)
+            part.begin()
+            read = lambda start: outcomes(make, start, part.stop, options.workers, options.ray)
+            _fill(part, read, part.stop, console)
+            part.close(part.stop)
+    console.print(
+        f"part {options.part} is done: {counted(part.stop - part.start, 'item')}; when all are:  earlyfusion"
+        f" prepare --merge --out {out}",
+        soft_wrap=True,
+    )
+
+
+def _merge(out: Path, console: Console) -> Record:
+    """The shards of all parts; their files are deleted once the shards are there."""
+    # Killed while it deleted: the shards are whole.
+    manifest = read_manifest(str(out))
+    parts = [] if manifest else open_parts(out)
+    with _owned(out, parts[0].plan["identity"]) if parts else _locked(out):
+        if manifest is None:
+            whole(out, parts)
+            read = lambda start: (outcome for part in parts for outcome in part.outcomes(start))
+            manifest = _write(out, parts[0].plan, read, console)
+        with _full_disk(out):
+            if (out / PARTS).exists():
+                shutil.rmtree(out / PARTS)
+    return manifest
 
 
 @contextmanager
-def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
-    """The folder `out`, locked against a second run, and known to belong to this preparation."""
-    # The lock ends with the process, so that a kill leaves nothing to clean up.
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
+def _full_disk(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{out}: cannot be written ({error.strerror or error}); free disk space and run the same"
+            " command again, finished shards are kept"
+        ) from None
+
+
+@contextmanager
+def _locked(folder: Path, shared: bool = False) -> Iterator[None]:
+    """The folder, made where it is not there, and a lock of it that ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Readable and writable: over NFS a shared lock takes the one, an exclusive lock the other.
+    with (folder / ".lock").open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
-                f"{out}: another prepare is at work there; wait for it or take another folder"
+                f"{folder}: another prepare is at work there; wait for it or take another folder"
             ) from None
+        yield
 
+
+@contextmanager
+def _owned(out: Path, identity: str, overwrite: bool = False, shared: bool = False) -> Iterator[None]:
+    """The folder `out`, locked against a second run, and known to belong to this preparation.
+
+    shared: a part's, beside other parts; it deletes and writes nothing here.
+    """
+    with _locked(out, shared):
         # Files of the user are never deleted; those of another preparation when --overwrite says so.
         state = out / STATE
         known = state.read_text("utf-8", "replace") if state.is_file() else ""
-        others = [path for path in out.iterdir() if not path.name.startswith((".lock", STATE, f".{STATE}."))]
+        ours = (".lock", STATE, f".{STATE}.", PARTS)
+        others = [path for path in out.iterdir() if not path.name.startswith(ours)]
         if others and not known:
             raise DataError(f"{out} holds files of its own; take an empty folder")
         # A preparation makes no folders: such a one is the user's, whatever else lies beside it.
@@ -219,62 +312,34 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
             for path in others:
                 path.unlink()
         # Written before the first shard: what stands there is then known to be ours.
-        write_json(state, {"identity": identity})
+        if not shared:
+            write_json(state, {"identity": identity})
         yield
 
 
-def _fill(shards: ShardSet, make: Callable[[], Worker], items: int, workers: int, console: Console) -> None:
-    """Write every item that is not yet in a finished shard, with a bar of the way."""
+def _fill(
+    target: ShardSet | Part, read: Callable[[int], Iterator[Outcome]], stop: int, console: Console
+) -> None:
+    """Give `target` every item before `stop` that it does not yet have, with a bar of the way."""
     # The same command goes on where it was stopped.
-    if shards.next_item:
-        kept = counted(len(shards.entries), "finished shard")
-        console.print(f"going on at item {shards.next_item}: {kept} kept", soft_wrap=True)
-    if shards.finished:
+    start = target.next_item
+    if target.entries:
+        kept = counted(len(target.entries), "finished shard" if isinstance(target, ShardSet) else "file")
+        console.print(f"going on at item {start}: {kept} kept", soft_wrap=True)
+    if target.finished:
         return
 
     # Told once with a count, not once for each item.
     notes = Counter[str]()
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("preparing", total=items, completed=shards.next_item)
-        for outcome in _outcomes(make, shards.next_item, items, workers):
-            if shards.add(outcome) and outcome.note:
+        task = bar.add_task("preparing", total=stop, completed=start)
+        for outcome in read(start):
+            if target.add(outcome) and outcome.note:
                 notes[outcome.note] += 1
             bar.advance(task)
     for note, count in notes.items():
         console.print(f"{counted(count, 'item')}: {note}", soft_wrap=True, markup=False)
-
-
-def _outcomes(make: Callable[[], Worker], start: int, items: int, workers: int) -> Iterator[Outcome]:
-    """Outcomes in order; a bounded number of tasks is under way, so that memory does not grow."""
-    # Few items are done before a process has started.
-    tasks = [range(first, min(first + CHUNK, items)) for first in range(start, items, CHUNK)]
-    if workers == 1 or len(tasks) < 2:
-        worker = make()
-        yield from map(worker.outcome, range(start, items))
-        return
-
-    # A fork would copy the locks of torch's threads; spawn would import torch once a worker.
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["earlyfusion.data.prepare.write"])
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(make,))
-    waiting: deque[tuple[range, Future[list[Outcome]]]] = deque()
-    try:
-        while tasks or waiting:
-            # Results are taken in order, so a slow item holds up what comes after it.
-            while tasks and len(waiting) <= 3 * workers:
-                numbers = tasks.pop(0)
-                waiting.append((numbers, pool.submit(work, numbers)))
-            numbers, future = waiting.popleft()
-            yield from future.result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker died (out of memory, or a crash in a decoder) at or after items"
-            f" {numbers.start} to {numbers.stop - 1}; run the same command again to go on, with --workers 1"
-            " to see it happen"
-        ) from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def counted(count: int, what: str) -> str:

@@ -315,7 +315,8 @@ def _folder(root: Path, options: InputOptions) -> Input:
 
 def _shards(path: str) -> Input:
     """Samples of shards, damaged ones left out."""
-    shards = Shards(path)
+    # Each worker reads a piece of every shard, so none should copy the whole.
+    shards = Shards(path, ranges=True)
     # A missing end counts as one item, so that it is named among what is left out.
     numbers = Numbered(shards.counts)
 

@@ -17,7 +17,7 @@ import re
 import tarfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -86,6 +86,15 @@ def key_of(number: int, origin: str) -> str:
     return f"{number:09d}_{name}".rstrip("_")
 
 
+def digest_of(members: Mapping[str, bytes]) -> str:
+    """32 hexadecimal digits over extensions and bytes, whatever the members are called."""
+    digest = hashlib.sha256()
+    for name, data in sorted(members.items()):
+        digest.update(f"{name} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
 def open_tokenizer(path: str | None) -> Tokenizer:
     """The tokenizer in `path`; without one, the embedded one of 4,096 entries."""
     return Tokenizer.load(path) if path else embedded_tokenizer(4096)
@@ -134,16 +143,11 @@ class Worker:
         if unread:
             note = f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
 
-        # Over extensions and bytes, whatever the members are called.
-        digest = hashlib.sha256()
-        for name, data in sorted(members.items()):
-            digest.update(f"{name} {len(data)}\n".encode())
-            digest.update(data)
         return Outcome(
             number,
             origin,
             members,
-            digest=digest.hexdigest()[:32],
+            digest=digest_of(members),
             format=form,
             tokens=len(document),
             patches=document.num_patches,
@@ -176,6 +180,13 @@ def work(numbers: range) -> list[Outcome]:
     """Task of a worker process."""
     assert _WORKER is not None
     return [_WORKER.outcome(number) for number in numbers]
+
+
+def work_on_node(make: Callable[[], Worker], numbers: range) -> list[Outcome]:
+    """Task of a process that Ray started for this preparation alone."""
+    if _WORKER is None:
+        start_worker(make)
+    return work(numbers)
 
 
 # ---- shards

@@ -13,31 +13,32 @@ import fcntl
 import glob
 import gzip
 import json
-import logging
 import os
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
-import fsspec
 from braceexpand import braceexpand
 from pydantic import BaseModel, ConfigDict, Field
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.shards.remote import LOG, file_system, patiently
 from earlyfusion.kernels.files import Record, replacing
 
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 MANIFEST = "index.json"
 HTTP = ("http://", "https://")
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+"""Answers of a server that may be other ones a moment later."""
 UNPACKED_RATIO, UNPACKED_FREE = 100, 256 << 20
 """Unpacked bytes for each packed one that are believed, once there are more than UNPACKED_FREE."""
-LOG = logging.getLogger("earlyfusion.data")
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 48)]
 """A number of bytes or samples; no file has more, so that a number beyond is damage."""
 _MOST_SHARDS = 1_000_000
@@ -134,7 +135,11 @@ def _found(pattern: str) -> list[str]:
 
 def _remote(pattern: str) -> list[str]:
     fs, inside = file_system(pattern)
-    return [fs.unstrip_protocol(name) for name in sorted(fs.glob(inside)) if name.endswith(TAR_ENDS)]
+    return [
+        fs.unstrip_protocol(name)
+        for name in sorted(patiently(pattern, partial(fs.glob, inside)))
+        if name.endswith(TAR_ENDS)
+    ]
 
 
 def braces(path: str) -> list[str]:
@@ -197,10 +202,14 @@ def read_manifest(folder: str) -> Record | None:
 
     Raises DataError for a damaged one, and for shard names that leave the folder.
     """
-    try:
+
+    def read() -> bytes:
         # One byte more than allowed tells that there is more.
         with open_stream(f"{folder.rstrip('/')}/{MANIFEST}") as stream:
-            raw = stream.read(_SMALL + 1)
+            return stream.read(_SMALL + 1)
+
+    try:
+        raw = read() if as_local(folder) is not None else patiently(folder, read)
     except (FileNotFoundError, NotADirectoryError):
         return None
     if len(raw) > _SMALL:
@@ -227,19 +236,12 @@ def read_manifest(folder: str) -> Record | None:
 # ---- bytes
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """(fsspec file system, path in it); raises DataError when the protocol's package is missing."""
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{url}: {error}; write it as protocol://path, of a protocol fsspec knows") from None
-
-
 @contextmanager
 def open_stream(url: str) -> Iterator[IO[bytes]]:
     """A readable byte stream of a path, a URL or a pipe.
 
-    Raises FileNotFoundError when there is nothing there, DataError for other failures to open.
+    Raises FileNotFoundError when there is nothing there, DataError when a server refuses, and what
+    `patiently` tries again.
     """
     local = as_local(url)
     try:
@@ -257,9 +259,9 @@ def open_stream(url: str) -> Iterator[IO[bytes]]:
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise FileNotFoundError(url) from None
+        if error.code in _BUSY:
+            raise
         raise DataError(f"{url}: the server answers {error.code} {error.reason}") from None
-    except urllib.error.URLError as error:
-        raise DataError(f"{url}: cannot be reached ({error.reason})") from None
     with opened as stream:
         yield stream
 
@@ -274,7 +276,7 @@ def stamp(url: str) -> list[object]:
     if url.startswith(("pipe:", *HTTP)):
         return []
     fs, inside = file_system(url)
-    info = fs.info(inside)
+    info = patiently(url, partial(fs.info, inside))
     return [info.get("size"), str(info.get("ETag") or info.get("mtime") or info.get("LastModified") or "")]
 
 
@@ -303,7 +305,10 @@ def plain_copy(url: str, cache: Path) -> Path:
         with locked(target):
             if not target.is_file():
                 LOG.warning("streaming %s once into %s", url, target)
-                _copy(url, target)
+                if local is not None or url.startswith("pipe:"):
+                    _copy(url, target)
+                else:
+                    patiently(url, partial(_copy, url, target))
     except (FileNotFoundError, IsADirectoryError):
         raise DataError(f"{url}: no such file") from None
     except OSError as error:
@@ -325,18 +330,24 @@ def locked(target: Path) -> Iterator[None]:
 
 
 class _Counted:
-    """A stream whose first bytes are known, and how many bytes were taken from it."""
+    """A stream whose first bytes are known, how many bytes were taken from it, and whether it failed."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
+        # What a server or a file system says of the length, before anything is read.
+        self._length = getattr(stream, "length", None) or getattr(stream, "size", None) or 0
         self.head = self._rest = stream.read(4)
-        self.taken = 0
+        self.taken, self.failed = 0, False
 
     def read(self, size: int) -> bytes:
         # Whoever unpacks it reads the first bytes again.
+        self.failed = True
         data = self._rest[:size] or self._stream.read(size)
+        if not data and size and self.taken < self._length:
+            raise OSError(f"{self.taken} of {self._length} bytes came")
         self._rest = self._rest[len(data) :]
         self.taken += len(data)
+        self.failed = False
         return data
 
 
@@ -349,7 +360,7 @@ def _copy(url: str, target: Path) -> None:
         elif packed.head.startswith(_ZSTD):
             unpacked = _zstd(packed)
 
-        while block := _next_block(unpacked, url, torn_is_end=unpacked is not packed):
+        while block := _next_block(unpacked, url, packed):
             out.write(block)
             # A few bytes may unpack to any number.
             if unpacked is not packed and out.tell() > max(UNPACKED_FREE, UNPACKED_RATIO * packed.taken):
@@ -367,13 +378,14 @@ def _zstd(packed: Any) -> Any:
     return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
 
 
-def _next_block(stream: Any, url: str, torn_is_end: bool) -> bytes:
+def _next_block(stream: Any, url: str, packed: _Counted) -> bytes:
     """The next bytes of a stream; none at its end, or where a compressed one is torn."""
     read = getattr(stream, "read1", stream.read)  # gzip's read() would lose what stands before a tear
     try:
         block: bytes = read(1 << 18)
     except Exception as error:  # zlib.error, EOFError, BadGzipFile, ZstdError, ...
-        if not torn_is_end:
+        # A connection that breaks off is no torn file.
+        if stream is packed or packed.failed:
             raise
         LOG.warning("%s: the compressed stream is torn (%s); what came before is used", url, error)
         return b""

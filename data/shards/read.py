@@ -42,7 +42,7 @@ from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats import Group
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
-    LOG,
+    HTTP,
     Count,
     as_local,
     cache_root,
@@ -54,6 +54,7 @@ from earlyfusion.data.shards.fetch import (
     short_names,
     stamp,
 )
+from earlyfusion.data.shards.remote import LOG, TOGETHER, RemoteFile
 from earlyfusion.kernels.files import Record, replacing
 
 INDEX_VERSION = 1
@@ -315,15 +316,23 @@ class Shards:
     """An ordered list of shards.
 
     Args:
-        path: what `fetch.expand` takes; None when `listed` is given.
-        listed: several of them.
-        cache: folder for streamed shards and for indexes; None is $EF_CACHE/shards.
+        path: what `fetch.expand` takes; None when `listed` is given. listed: several of them. cache: folder
+        for streamed shards and for indexes; None is $EF_CACHE/shards. ranges: read samples of plain shards in
+        object stores by byte ranges, where the index that `prepare` wrote
+            lies beside the shard; nothing but that index is copied.
 
     A shard whose end is missing has one sample more than are usable: reading it raises BadSample
     (truncated_tar), so that the cut is counted and logged like any other loss.
     """
 
-    def __init__(self, path: str | None, *, listed: Sequence[str] = (), cache: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        listed: Sequence[str] = (),
+        cache: str | None = None,
+        ranges: bool = False,
+    ) -> None:
         patterns = listed or [str(path)]
         self.urls = [url for pattern in patterns for url in expand(pattern)]
         self.cache = Path(cache).expanduser() if cache else cache_root() / "shards"
@@ -335,6 +344,7 @@ class Shards:
         self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
         self._paths: dict[int, Path] = {}
+        self._ranges, self._beside = ranges, lru_cache(maxsize=None)(self._index_beside)
         self.headers = [self._header(shard) for shard in range(len(self.urls))]
         """What is known of every shard: samples, bytes, cut, refused, ..."""
         self.usable = [header["samples"] for header in self.headers]
@@ -359,7 +369,18 @@ class Shards:
         key, members = self._sample(shard, position)
         where = f"{self.names[shard]} {key}"
         sizes = {name: size for name, (_, size) in members.items()}
-        return Group(key, where, sizes, lambda name: self._read(shard, where, *members[name]))
+
+        def fetch(name: str) -> bytes:
+            file = self._file(shard)
+            # A request takes longer than its bytes: one for the sample, not one for each member.
+            if isinstance(file, RemoteFile):
+                first = min(offset for offset, _ in members.values())
+                size = max(offset + size for offset, size in members.values()) - first
+                if size <= TOGETHER:
+                    file(first, size)
+            return self._read(file, where, *members[name])
+
+        return Group(key, where, sizes, fetch)
 
     def _sample(self, shard: int, position: int) -> tuple[str, dict[str, tuple[int, int]]]:
         # The sample behind the last one stands for the missing end.
@@ -378,36 +399,53 @@ class Shards:
             )
         return index.sample(position)
 
-    def _read(self, shard: int, where: str, offset: int, size: int) -> bytes:
+    def _read(self, file: Pread, where: str, offset: int, size: int) -> bytes:
         # A file may shrink after it was opened.
-        data = self._file(shard)(offset, size)
+        data = file(offset, size)
         if len(data) != size:
             raise BadSample(f"{where}: {size} bytes at {offset}, only {len(data)} are there", "truncated_tar")
         return data
 
-    def _open_file(self, shard: int) -> LocalFile:
-        return LocalFile(plain_copy(self.urls[shard], self.cache))
+    def _open_file(self, shard: int) -> LocalFile | RemoteFile:
+        url = self.urls[shard]
+        if as_local(url) is None and self._beside(shard):
+            return RemoteFile(url, int(str(stamp(url)[0])))
+        return LocalFile(plain_copy(url, self.cache))
 
     def _open_index(self, shard: int) -> ShardIndex:
         # The place found at opening: a shard that has changed since is told sample by sample.
+        path = self._paths.get(shard) or self._find_index(shard)
         try:
-            return ShardIndex(self._paths.get(shard) or self._cached_index(shard))
+            return ShardIndex(path)
         except DataError as error:
             LOG.warning("%s", error)
             return ShardIndex(self._cached_index(shard))
 
     def _find_index(self, shard: int) -> Path:
-        """The index beside a local shard, if its first line is of this shard's size; else that of the
-        cache."""
-        local = as_local(self.urls[shard])
-        if local is not None and local.is_file():
-            beside = local.with_name(index_name(local.name))
-            try:
-                if beside.is_file() and read_header(beside)["bytes"] == local.stat().st_size:
-                    return beside
-            except DataError as error:
-                LOG.warning("%s", error)
-        return self._cached_index(shard)
+        """The index beside a shard, if its first line is of this shard's size; else that of the cache."""
+        return self._beside(shard) or self._cached_index(shard)
+
+    def _index_beside(self, shard: int) -> Path | None:
+        """The index beside a shard, if its first line is of this shard's size; that of a remote one only
+        where ranges are read."""
+        url = self.urls[shard]
+        folder, slash, name = url.rpartition("/")
+        beside, local = f"{folder}{slash}{index_name(name)}", as_local(url)
+        far = self._ranges and url.endswith(".tar") and not url.startswith(("pipe:", *HTTP))
+        if local is None and not far:
+            return None
+        try:
+            size = stamp(url)[0]
+            stamp(beside)
+        except FileNotFoundError:
+            return None
+        path = plain_copy(beside, self.cache)
+        # Its own first line must say so: a shard may have been written anew.
+        try:
+            return path if read_header(path)["bytes"] == size else None
+        except DataError as error:
+            LOG.warning("%s", error)
+        return None
 
     def _cached_index(self, shard: int) -> Path:
         """The index in the cache, made by a walk over the shard's headers where there is none."""

@@ -33,7 +33,7 @@ from earlyfusion.data.sample import (
     utf8,
     within,
 )
-from earlyfusion.data.shards.fetch import LOG
+from earlyfusion.data.shards.remote import LOG
 from earlyfusion.data.sources.base import Listed, Options, source
 from earlyfusion.data.text_table import lines_of
 

@@ -47,6 +47,9 @@ class ShardsOptions(Options):
     """Frames taken in a second of video, at most the native rate."""
     video_backend: Literal["decord", "pyav"] | None = None
     """Video reader; "null" leaves it to data.decode."""
+    byte_ranges: bool = False
+    """Read samples of an object store by byte ranges in place of copying each shard into the cache once: for
+    data larger than the disk. Needs the indexes that prepare wrote beside the shards."""
     cache_dir: str | None = None
     """Where streamed shards and indexes lie; "null" takes $EF_CACHE/shards."""
 
@@ -57,7 +60,9 @@ class WebDataset(InFiles):
 
     def open(self) -> None:
         options = self.options
-        self.shards = Shards(self.config.path, listed=options.shards, cache=options.cache_dir)
+        self.shards = Shards(
+            self.config.path, listed=options.shards, cache=options.cache_dir, ranges=options.byte_ranges
+        )
         # What prepare --format chose holds, unless the recipe names another.
         if options.format == "auto":
             self.options = options.model_copy(update={"format": chosen_format(self.shards.manifest)})

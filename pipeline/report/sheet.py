@@ -112,7 +112,10 @@ def open_mix(path: str, run_commands: bool = False) -> Mix:
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
     # What lies on a disk or behind a URL is data; every other word is a recipe.
     if not path.endswith(".toml") and (exists or is_url(path) or path.startswith("pipe:")):
-        source = SourceConfig(name=Path(path).name or "data", kind=guess_kind(path, local), path=path)
+        kind = guess_kind(path, local)
+        # A few samples are looked at: no shard is copied for them.
+        options = {"byte_ranges": True} if kind == "webdataset" else {}
+        source = SourceConfig(name=Path(path).name or "data", kind=kind, path=path, options=options)
         data = DataConfig(sources=[source], val_fraction=0.0)
         return Mix(data, VisionConfig.preset("moonvit_v2"), open_tokenizer(None))
 

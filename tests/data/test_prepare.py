@@ -1,6 +1,5 @@
 """`earlyfusion prepare`: limits, duplicates, interruption, checksums."""
 
-import itertools
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
-from .prepare_cases import digest, main, prepare, samples, skipped, words_of
+from .prepare_cases import digest, killed, main, prepare, samples, skipped, words_of
 from .shard_files import dump, picture
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -107,32 +106,6 @@ def test_shards_open_in_webdataset_itself(tmp_path, album):
 
 
 # ---- interruption
-
-
-def killed(argv, where, count):
-    """Run in a child that kills itself at call number `count` of one function; returns its wait status."""
-    from earlyfusion.data.prepare import write as prepare_write
-
-    child = os.fork()
-    if child == 0:
-        owner, name = {
-            "add": (prepare_write.ShardSet, "add"),
-            "index": (prepare_write, "write_index"),
-            "rename": (os, "replace"),
-        }[where]
-        real, calls = getattr(owner, name), itertools.count(1)
-
-        def dying(*args, **kw):
-            if next(calls) == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kw)
-
-        setattr(owner, name, dying)
-        try:
-            main(argv)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 @pytest.mark.parametrize(
