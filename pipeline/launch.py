@@ -1,11 +1,12 @@
 """From a checked recipe to a running stage: what every stage (pretrain, sft, rl) does before its loop."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.checkpoint import FOLDER, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments, remember
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.parallel.mesh import check_model, check_stage, sizes_of
@@ -38,13 +39,20 @@ def launch(
 
     # From here on processes hold memory and files, which `close` gives back whatever happens.
     tie_to_launcher()
-    training = stage(config, parsed.resume)
+    training = stage(config, parsed.resume or restarted(config.run.directory))
     try:
         if training.runtime.is_main:
             remember(config.run.directory, parsed)
         return training.train()
     finally:
         training.close()
+
+
+def restarted(directory: str | Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started these processes again, after one of them died, and there is a checkpoint
+    to go on from: nobody is there to say --resume."""
+    again = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return again and latest(Path(directory) / FOLDER) is not None
 
 
 def check_parallel(config: Any) -> None:

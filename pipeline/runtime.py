@@ -51,6 +51,7 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.schema import ParallelSection, ShardSection
 from earlyfusion.pipeline.parallel import shard
 from earlyfusion.pipeline.parallel.mesh import Layout, sizes_of
+from earlyfusion.pipeline.watchdog import Watchdog
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -189,6 +190,20 @@ def set_rng_state(state: Record) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def meet_again(environment: Mapping[str, str] = os.environ) -> None:
+    """For processes that torchrun has started again: begin the process group in a corner of the store that
+    the processes before them have not used. (torch 2.13 leaves their addresses there with rendezvous c10d,
+    and the new ones would try to reach the dead.)"""
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    place = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.PrefixStore(f"earlyfusion/attempt-{attempt}", dist.TCPStore(*place, is_master=False))
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
 def keep_freed_memory(most: int = 2**31 - 1) -> None:
     """Tell glibc to keep large freed buffers for reuse, `most` bytes in all; nothing where there is no glibc.
 
@@ -252,6 +267,7 @@ class Runtime:
         # On a GPU tensors come from torch's own pool; who shards on a CPU wants memory more than time.
         if not torch.cuda.is_available() and sizes.plain:
             keep_freed_memory()
+        meet_again()
         # Buffers hold per-rank statistics (max logits, expert load):
         # DDP must not overwrite them with rank 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -266,6 +282,7 @@ class Runtime:
         virtual = parallel.pp_virtual if isinstance(parallel, ParallelSection) else 1
         self.layout = Layout(sizes, self.rank, self.device.type, virtual)
         self.stop = StopFlag()
+        self.watchdog = Watchdog(self.rank, self.world, parallel.timeout_s).start()
         self.groups: list[dist.ProcessGroup] = []
 
     def new_group(self, backend: str | None = None) -> dist.ProcessGroup:
@@ -319,6 +336,7 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the process groups and give the signal handlers back."""
+        self.watchdog.stop()
         self.stop.restore()
         if self.world > 1 and dist.is_initialized():
             # A rank that has left its last collective may tear its connections down while another is still

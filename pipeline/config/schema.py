@@ -195,6 +195,8 @@ class ShardSection(Section):
     """Shards of weights, gradients and optimizer state (FSDP2); with dp_replicate it is HSDP."""
     ep: PositiveInt = 1
     """Processes that share out every layer's experts; divides dp_shard x cp."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds in which no process moves before they say where each of them is, and leave."""
 
 
 class ParallelSection(ShardSection):
