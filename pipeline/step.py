@@ -207,10 +207,10 @@ class PictureExchange:
     def __init__(self, section: ParallelSection, config: FusionConfig, runtime: Runtime) -> None:
         self.runtime, self.vision, self.pad_id = runtime, config.vision, config.text.pad_token_id
         self.cost = VisionCost.from_config(config.vision)
-        # Ranks of one row deal its pictures out among themselves.
-        self.setting = (
-            "off" if runtime.world == 1 or runtime.layout.sizes.cp > 1 else section.exchange_pictures
-        )
+        # Ranks of one row deal its pictures out among themselves; of a pipeline only the first stage sees.
+        sizes = runtime.layout.sizes
+        alone = runtime.world == 1 or sizes.cp > 1 or sizes.pp > 1
+        self.setting = "off" if alone else section.exchange_pictures
         self.above = 1.0 if self.setting == "on" else EXCHANGE_ABOVE
         if runtime.world == 1:
             return
