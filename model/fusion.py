@@ -90,13 +90,18 @@ class NativeFusion(nn.Module):
         features = self.mm_projector(self.vision_tower(patches, grid))
         return features if route is None else route.bring_home(features)
 
-    def embed(self, batch: Prompt, route: Route | None = None, feature_of_M: Tensor | None = None) -> Tensor:
+    def embed(
+        self,
+        batch: Prompt,
+        route: Route | Tensor | None = None,
+        feature_of_M: Tensor | None = None,
+    ) -> Tensor:
         """Decoder input [T, D]: token embeddings with image features in their places.
 
-        route: see `encode_images`. feature_of_M: for documents that share pictures, as the answers to one
-        prompt do. int64 [M], the feature that belongs at each media position; `patches` and `grids` then hold
-        every picture once, and a row without pictures leaves the tower alone. None: feature i belongs at
-        position i.
+        route: see `encode_images`, or the features [M, D] themselves. feature_of_M: for documents that share
+        pictures, as the answers to one prompt do. int64 [M], the feature that belongs at each media position;
+        `patches` and `grids` then hold every picture once, and a row without pictures leaves the tower alone.
+        None: feature i belongs at position i.
 
         Raises ValueError if the number of features is not the number of media positions.
         """
@@ -106,7 +111,10 @@ class NativeFusion(nn.Module):
             return x_TD
 
         # The tower runs also for a row without pictures, with no patches (see the file's head).
-        features_MD = self.encode_images(batch.patches, batch.grids, route)
+        if isinstance(route, Tensor):
+            features_MD = route
+        else:
+            features_MD = self.encode_images(batch.patches, batch.grids, route)
         if feature_of_M is not None:
             features_MD = features_MD.index_select(0, feature_of_M)
 
@@ -120,8 +128,8 @@ class NativeFusion(nn.Module):
             )
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
 
-    def hidden(self, batch: Prompt, route: Route | None = None) -> Tensor:
-        """Hidden states [T, D] after the final norm. route: see `encode_images`."""
+    def hidden(self, batch: Prompt, route: Route | Tensor | None = None) -> Tensor:
+        """Hidden states [T, D] after the final norm. route: see `embed`."""
         # Filler tokens must not move what training counts: expert load, QK-Clip's maximum.
         counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
         return self.decoder(self.embed(batch, route), batch.segments, counted_T=counted_T)
@@ -150,9 +158,9 @@ class NativeFusion(nn.Module):
         judge = resolve("token_log_probs", hidden_TD)
         return judge(hidden_TD, self.decoder.head_weight(), batch.labels, temperature=temperature)
 
-    def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
+    def forward(self, batch: Packed, route: Route | Tensor | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
-        `encode_images`."""
+        `embed`."""
         return self.loss(self.hidden(batch, route), batch)
 
     def loss(self, hidden_TD: Tensor, batch: Packed) -> FusionOutput:

@@ -9,7 +9,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.checkpoint import FOLDER, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments, remember
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.pipeline.parallel.mesh import check_model, check_stage, sizes_of
+from earlyfusion.pipeline.parallel.mesh import check_encoder, check_model, check_stage, sizes_of
 from earlyfusion.pipeline.plan import show_brief
 from earlyfusion.pipeline.runtime import check_launcher, tie_to_launcher
 from earlyfusion.pipeline.track import check_trackers
@@ -62,6 +62,7 @@ def check_parallel(config: Any) -> None:
     # A later stage has no model of its own; what it starts from is looked at when it is there.
     if getattr(config, "model", None) is not None:
         check_model(sizes, config.model, getattr(config.parallel, "pp_virtual", 1))
+    check_encoder(sizes, getattr(config.parallel, "encoder", "joint"))
     for stage in getattr(config, "stages", ()):
         check_stage(sizes, stage.name, stage.tokens, stage.lanes)
 

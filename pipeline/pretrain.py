@@ -129,7 +129,8 @@ class Pretraining:
             # Forward and backward; pictures may be encoded on other ranks, gradients are averaged over all.
             self.model.train()
             batches, routes = self.exchange.spread(batches, stage.max_patches)
-            loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes)
+            encoder = self.exchange.encode(self.fusion, batches, stage.max_patches)
+            loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes, encoder)
 
             # Clip, let the guard look at it, step or forget.
             step = update(

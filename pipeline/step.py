@@ -36,12 +36,14 @@ from earlyfusion.data.loading.encode import PackedBatch
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import FusionConfig
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel.context import cut
+from earlyfusion.pipeline.parallel.encoder import DecoupledEncoder
 from earlyfusion.pipeline.parallel.stages import Pipeline
-from earlyfusion.pipeline.runtime import Runtime, gradient_sync
+from earlyfusion.pipeline.runtime import Runtime, exchange_gradients, gradient_sync
 from earlyfusion.vision.balance import Route, complaint, gather_grids, plan_step
-from earlyfusion.vision.patches import VisionCost
+from earlyfusion.vision.patches import Grid, VisionCost
 
 # Dense bf16 tensor-core FLOP/s by a part of torch.cuda.get_device_name. First match wins.
 PEAKS = {
@@ -220,7 +222,8 @@ class PictureExchange:
                 f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on"
                 " another: start all ranks with the same recipe"
             )
-        if self.setting != "off":
+        self.decoupled = section.encoder == "decoupled"
+        if self.decoupled or self.setting != "off":
             self.group = self.planning = runtime.new_group()
             if dist.is_gloo_available():
                 # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
@@ -238,6 +241,26 @@ class PictureExchange:
         parts = [cut(one, layout.cp_rank, group, self.pad_id, self.cost, merge) for one in batches]
         return [part for part, _ in parts], [way for _, way in parts]
 
+    def grids(self, batches: Sequence[Any], *settings: Any) -> list[list[list[Grid]]]:
+        """Those of every rank, by micro-batch. Raises UserError, on all ranks, where they disagree about
+        these settings, or one has a batch that does not fit together."""
+        return gather_grids(
+            [batch.grids for batch in batches],
+            self.planning,
+            repr((*settings, self.vision)),
+            complaint(batches, self.vision.merge_kernel_size),
+        )
+
+    def encode(
+        self, model: NativeFusion, batches: Sequence[PackedBatch], max_patches: int | None
+    ) -> DecoupledEncoder | None:
+        """The step's pictures, encoded (see parallel/encoder.py); None: with each micro-batch."""
+        if self.runtime.world == 1 or not self.decoupled:
+            return None
+        encoder = DecoupledEncoder(model, self.runtime, self.group, self.cost, max_patches)
+        encoder.begin(batches, self.grids(batches, "decoupled", max_patches))
+        return encoder
+
     def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
         """A route for each of this rank's micro-batches; None: encode the own pictures.
 
@@ -246,18 +269,11 @@ class PictureExchange:
         """
         # No route: every rank encodes what it holds.
         nothing: list[Route | None] = [None] * len(batches)
-        if self.setting == "off":
+        if self.setting == "off" or self.decoupled:
             return nothing
-        merge = self.vision.merge_kernel_size
-        grids = gather_grids(
-            [batch.grids for batch in batches],
-            self.planning,
-            # everything that plan and tensors depend on beside the grids
-            repr((self.setting, self.above, max_patches, self.vision)),
-            complaint(batches, merge),
-        )
         # The same plan on every rank, from the same grids; it may say that the step is not worth it.
-        plan = plan_step(grids, self.cost, merge, max_patches)
+        grids = self.grids(batches, self.setting, self.above, max_patches)
+        plan = plan_step(grids, self.cost, self.vision.merge_kernel_size, max_patches)
         if not plan.pays(self.above):
             return nothing
         # A micro-batch in which nothing moves needs no collective at all.
@@ -308,11 +324,13 @@ def forward_backward(
     batches: Sequence[PackedBatch],
     meter: LossMeter,
     routes: Sequence[Route | None] = (),
+    encoder: DecoupledEncoder | None = None,
 ) -> float:
     """Accumulate the gradients of one global step into `.grad`; returns its weighted mean loss in nats.
 
     model: NativeFusion, replicated or bare. batches: this rank's micro-batches on its device. routes: of
-    `PictureExchange`, one (or None) a micro-batch; empty: every rank encodes its own pictures.
+    `PictureExchange`, one (or None) a micro-batch; empty: every rank encodes its own pictures. encoder: whose
+    features the micro-batches take instead.
     """
     # What the loss is divided by: the weights of all ranks. DDP averages gradients, hence the world size;
     # those of shards are summed.
@@ -320,7 +338,9 @@ def forward_backward(
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
     # (All stages of a pipeline have the same rows.)
     weight = runtime.sum(torch.stack(weights).sum() * (layout.pp_rank == 0)).clamp_min(1e-12)
-    scale = (1 if layout.sharded else runtime.world) / weight
+    # (The tower's come last, so that its replicas meet by themselves at the end.)
+    summed = layout.sharded or encoder is not None
+    scale = (1 if summed else runtime.world) / weight
 
     losses = []
     if isinstance(model, Pipeline):
@@ -329,13 +349,19 @@ def forward_backward(
             meter.add(batch, out.nll_T)
         return float(runtime.sum(torch.stack([scale.new_zeros(()), *losses]).sum()) / weight)
     for index, batch in enumerate(batches):
-        with gradient_sync(model, runtime, last=index == len(batches) - 1):
-            route = routes[index] if routes else None
+        last = encoder is None and index == len(batches) - 1
+        with gradient_sync(model, runtime, last):
+            route: Any = routes[index] if routes else None
+            if encoder is not None:
+                route = encoder.leaves[index]
             with runtime.accelerator.autocast():
                 out = model(batch) if route is None else model(batch, route)
             runtime.accelerator.backward(out.loss_sum * scale.to(out.loss_sum.dtype))
         losses.append(out.loss_sum.detach().double())
         meter.add(batch, out.nll_T)
 
+    if encoder is not None:
+        encoder.end()
+        exchange_gradients(encoder.model, runtime)
     # The step's one host sync: everything before it is only queued on a GPU.
     return float(runtime.sum(torch.stack(losses).sum()) / weight)

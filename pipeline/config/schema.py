@@ -206,6 +206,9 @@ class ParallelSection(ShardSection):
     """Processes of a pipeline, each with layers of its own."""
     pp_virtual: PositiveInt = 1
     """Pipeline stages of every process: more of them wait less (interleaved schedule), and send more."""
+    encoder: Literal["joint", "decoupled"] = "joint"
+    """decoupled: the pictures of a step are encoded before its decoder passes, dealt over all processes, and
+    once more for the gradients: even work and no activations of the tower, for one more forward pass."""
     exchange_pictures: Literal["auto", "on", "off"] = "auto"
     """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
     ranks' work differs by more than a tenth; on, in every step that gets more even; off, never. One process

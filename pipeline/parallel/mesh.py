@@ -149,6 +149,15 @@ def check_model(sizes: Sizes, config: ModelConfig, pp_virtual: int = 1) -> None:
         )
 
 
+def check_encoder(sizes: Sizes, encoder: str) -> None:
+    """UserError where the decoupled encoder has no way to the ranks that need its features."""
+    if encoder == "decoupled" and (sizes.cp > 1 or sizes.pp > 1):
+        raise UserError(
+            "parallel.encoder = decoupled goes with dp_replicate, dp_shard and ep, not with cp or pp: leave"
+            " it at joint"
+        )
+
+
 def check_stage(sizes: Sizes, name: str, tokens: int, lanes: int) -> None:
     """UserError where rows cannot be cut, or lanes not be dealt out, as the sizes want it."""
     if tokens % sizes.cp:

@@ -5,6 +5,8 @@ Four lanes are four micro-batches of one step; some hold pictures and some do no
 without pictures meet in every plan. Sums are formed in another order, so numbers agree to fp32 rounding.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_run
 import torch
@@ -17,7 +19,15 @@ from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.schema import ParallelSection
-from earlyfusion.pipeline.parallel.mesh import Layout, Sizes, check_model, check_stage, sizes_of
+from earlyfusion.pipeline.parallel.encoder import DecoupledEncoder
+from earlyfusion.pipeline.parallel.mesh import (
+    Layout,
+    Sizes,
+    check_encoder,
+    check_model,
+    check_stage,
+    sizes_of,
+)
 from earlyfusion.pipeline.parallel.stages import cuts
 from earlyfusion.pipeline.state import weights as stored
 from earlyfusion.pipeline.track import read_metrics
@@ -34,6 +44,8 @@ MOST = 0.06  # the farthest that AdamW takes a weight in twenty steps of 3e-3: w
 PLANS = {
     "fsdp2": (2, "--parallel.dp_shard 2"),
     "fsdp4": (4, "--parallel.dp_shard 4 --parallel.exchange_pictures on"),
+    "dep": (2, "--parallel.encoder decoupled"),
+    "dep x fsdp x ep": (4, "--parallel.encoder decoupled --parallel.dp_shard 4 --parallel.ep 2"),
     "hsdp": (4, "--parallel.dp_shard 2 --parallel.dp_replicate 2"),
     "fsdp x ep": (4, "--parallel.dp_shard 4 --parallel.ep 2"),
     "fsdp x cp": (4, "--parallel.dp_shard 2 --parallel.cp 2"),
@@ -185,6 +197,24 @@ def test_a_model_that_cannot_be_cut_is_refused(sizes, changes, said):
     with pytest.raises(UserError, match=said):
         check_model(Sizes(**sizes), ModelConfig(**changes))
     check_model(Sizes(pp=9, dp_shard=8, ep=8, cp=2), ModelConfig(attn_res="block"))
+
+
+def test_the_pictures_of_a_step_are_encoded_in_pieces_of_bounded_size():
+    """Every picture once, in order; as many pieces as another rank has, the last ones empty."""
+    grids = ((1, 4, 4), (1, 8, 8), (1, 2, 2), (1, 6, 6))
+    encoder = object.__new__(DecoupledEncoder)
+    encoder.runtime, encoder.limit = SimpleNamespace(agree=lambda own: max(own, 5)), 70
+    encoder.held, encoder.patches = grids, torch.arange(16 + 64 + 4 + 36)
+    pieces = [*encoder.pieces()]
+    assert [grid for _, piece in pieces for grid in piece] == list(grids)
+    assert torch.cat([patches for patches, _ in pieces]).equal(encoder.patches)
+    assert [len(patches) for patches, _ in pieces] == [16, 68, 36, 0, 0]
+
+
+def test_the_decoupled_encoder_is_refused_where_it_has_no_way():
+    with pytest.raises(UserError, match="not with cp or pp"):
+        check_encoder(Sizes(cp=2), "decoupled")
+    check_encoder(Sizes(dp_shard=4, ep=2), "decoupled")
 
 
 def test_rows_and_lanes_that_do_not_fit_are_refused():
