@@ -5,8 +5,10 @@ Four lanes are four micro-batches of one step; some hold pictures and some do no
 without pictures meet in every plan. Sums are formed in another order, so numbers agree to fp32 rounding.
 """
 
+import json
 from types import SimpleNamespace
 
+import parallel_cases
 import pytest
 import tiny_run
 import torch
@@ -141,6 +143,21 @@ def test_other_processes_under_another_plan_go_on(recipe, alone, tmp_path):
     assert torch.equal(written["language_model.model.norm.weight"], read["decoder.norm.weight"]) and len(
         load_model(tmp_path / "at-4").state_dict()
     ) == len(read)
+
+
+@pytest.mark.slow
+def test_four_shards_hold_a_third_of_one_process_at_most(recipe, tmp_path):
+    """Weights, gradients and optimizer state; a quarter, and what rows do not divide."""
+    sizes = {}
+    for world in (1, 4):
+        out = tmp_path / str(world)
+        given = (str(recipe), str(out), ("parallel.dp_shard", world))
+        for code, errors in map(finish, ranks(parallel_cases.held, given, environment(), world)):
+            assert code == 0, errors[-3000:]
+        sizes[world] = [json.loads((out / f"bytes-{rank}.json").read_text()) for rank in range(world)]
+    for key, whole in sizes[1][0].items():
+        assert 0 < max(one[key] for one in sizes[4]) <= 0.35 * whole, key
+        assert sum(one[key] for one in sizes[4]) >= whole, key
 
 
 def section(**sizes):
