@@ -73,6 +73,15 @@ def fusion_config(config: RunConfig, media_token_id: int) -> FusionConfig:
     return FusionConfig(text=config.model, vision=config.vision, media_token_id=media_token_id)
 
 
+def meta_model(config: RunConfig) -> NativeFusion:
+    """The recipe's model without storage. The media token's id matters to no size, so the last id stands for
+    it."""
+    # Shapes alone: 48 billion parameters take no byte here.
+    fusion = FusionConfig(text=config.model, vision=config.vision, media_token_id=config.model.vocab_size - 1)
+    with torch.device("meta"):
+        return NativeFusion(fusion)
+
+
 def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     """A model with fresh weights (from `run.seed`), or those of `run.init_from`.
 

@@ -106,8 +106,9 @@ def group_of(verbs: Mapping[str, Verb], callback: Callable[..., None]) -> typer.
 def _command(name: str, verb: Verb) -> TyperCommand | TyperGroup:
     if verb.schema:
         # Called later: the help of a verb of recipes needs its schema alone, not torch.
+        own = (load(verb.options),) if verb.options else ()
         return recipe_command(
-            name, verb.text, load(verb.schema), lambda parsed: load(verb.function)(parsed), verb.recipe
+            name, verb.text, load(verb.schema), lambda parsed: load(verb.function)(parsed), verb.recipe, *own
         )
     return command_of(load(verb.function), name)
 

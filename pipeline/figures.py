@@ -33,3 +33,16 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,.0f}"
     return str(value or "")
+
+
+def scaled(value: float) -> str:
+    """A count with a unit prefix: 1.23 G."""
+    for limit, unit in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def percent(part: float, whole: float) -> str:
+    """12.3 %, or - of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"

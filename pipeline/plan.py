@@ -11,19 +11,21 @@ from collections import Counter
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table, terminal
-from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.build import own_tokenizer, with_tokenizer
-from earlyfusion.pipeline.config.arguments import RecipeArguments
+from earlyfusion.pipeline.build import meta_model, own_tokenizer, with_tokenizer
+from earlyfusion.pipeline.config.arguments import RecipeArguments, RecipeOptions
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.figures import percent, scaled
 from earlyfusion.pipeline.optim.registry import param_groups
 from earlyfusion.pipeline.optim.routing import blocks_in_words
+from earlyfusion.pipeline.planner.show import plan_for
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start
@@ -33,15 +35,6 @@ VISION = ("vision", "projector")
 USUAL_MFU = 0.3
 """Share of the peak that training reaches where it runs well; for the time that a banner expects."""
 SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14 pixels a patch
-
-
-def meta_model(config: RunConfig) -> NativeFusion:
-    """The recipe's model without storage. The media token's id matters to no size, so the last id stands for
-    it."""
-    # Shapes alone: 48 billion parameters take no byte here.
-    fusion = FusionConfig(text=config.model, vision=config.vision, media_token_id=config.model.vocab_size - 1)
-    with torch.device("meta"):
-        return NativeFusion(fusion)
 
 
 def size_table(config: RunConfig, model: NativeFusion) -> Table:
@@ -127,19 +120,6 @@ def _table(title: str, columns: str) -> Table:
     return table
 
 
-def scaled(value: float) -> str:
-    """A count with a unit prefix: 1.23 G."""
-    for limit, unit in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def percent(part: float, whole: float) -> str:
-    """12.3 %, or - of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
 def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool = False) -> None:
     """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself
     would."""
@@ -199,8 +179,27 @@ def banner(training: Any) -> str:
     )
 
 
+class PlanOptions(RecipeOptions):
+    """What `plan` takes besides a recipe."""
+
+    gpus: PositiveInt | None = None
+    """memory, traffic, time and cost of a step on so many GPUs, as the recipe's parallel section spreads it,
+    and the nearest plan that fits where that does not"""
+    gpu: str = "h200"
+    """kind of GPU: h200, h100, a100, b200; cpu: this machine"""
+    patches: NonNegativeInt | None = None
+    """patches of the pictures in a micro-batch; as many as the stage allows if not given"""
+    calibrate: str | None = None
+    """output folder of a run on such GPUs: times are scaled by what it measured"""
+
+
 def run(parsed: RecipeArguments) -> None:
     """Print the plan of the recipes given."""
     tree = compose(parsed.recipes, parsed.overrides)
     # a later stage has no model of its own: it takes that of the directory it starts from
-    show_plan(validate(tree if "model" in tree else with_start(tree)))
+    config = validate(tree if "model" in tree else with_start(tree))
+    options = parsed.options
+    if not isinstance(options, PlanOptions) or options.gpus is None:
+        show_plan(config)
+        return
+    plan_for(config, options.gpus, options.gpu, options.patches, options.calibrate, terminal())

@@ -19,6 +19,8 @@ class Verb(NamedTuple):
     """Of a verb of recipes: "package.module:Model", what a recipe of it may hold."""
     recipe: str | None = None
     """The recipe where none is named."""
+    options: str = ""
+    """Of a verb of recipes with options of its own: "package.module:RecipeOptions"."""
 
 
 _RUN = "earlyfusion.pipeline.config.schema:RunConfig"
@@ -58,8 +60,10 @@ VERBS = {
     "bench": Verb("earlyfusion.pipeline.cli:benches", "measure speed and memory"),
     "plan": Verb(
         "earlyfusion.pipeline.plan:run",
-        "print a recipe's sizes, FLOPs, routing and stages without training",
+        "print a recipe's sizes, FLOPs, routing and stages; what it needs on N GPUs",
         _RUN,
+        None,
+        "earlyfusion.pipeline.plan:PlanOptions",
     ),
     "export": Verb("earlyfusion.pipeline.export_cmd:export", "a training checkpoint as a model directory"),
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),

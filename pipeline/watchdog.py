@@ -58,6 +58,7 @@ class Watchdog:
     def __init__(self, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.every_s = min(timeout_s / 4, 5.0)
+        self._thread: threading.Thread | None = None
         self._main, self._over = threading.main_thread().ident or 0, threading.Event()
 
     def start(self) -> Watchdog:
@@ -66,11 +67,16 @@ class Watchdog:
             # own: the main thread may wait in the other.)
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
         return self
 
     def stop(self) -> None:
+        """End the thread: one that is left inside the store's C++ when Python ends would abort the
+        process."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(self.every_s)
 
     def _watch(self) -> None:
         seen, since = trace(None), time.monotonic()

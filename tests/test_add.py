@@ -13,10 +13,10 @@ from earlyfusion.data.tasks.problem import TASKS
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.kernels import dispatch
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.cli import main
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.optim.registry import find_optimizer
-from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.rl.objectives.losses import ObjectiveConfig, policy_loss
 from earlyfusion.vision.encoder import import_tower
 

@@ -45,6 +45,8 @@ class RecipeArguments(BaseModel):
     overrides: list[Override]
     resume: bool = False
     dry_run: bool = False
+    options: Any = None
+    """RecipeOptions, or the verb's own"""
 
 
 class RecipeOptions(Options):
@@ -73,9 +75,10 @@ def recipe_command(
     schema: type[BaseModel],
     run: Callable[[RecipeArguments], int | None],
     default: str | None = None,
+    options: type[RecipeOptions] = RecipeOptions,
 ) -> TyperCommand:
     """The command of a verb that takes recipes of `schema`; it calls `run`. default: the recipe where none is
-    named.
+    named; options: what the verb takes besides recipe keys.
 
     With --resume the recipes (where none is named) and the overrides of the run come first.
     """
@@ -91,6 +94,7 @@ def recipe_command(
             overrides=[],
             resume=options.resume,
             dry_run=options.dry_run,
+            options=options,
         )
 
         # As JSON: a folder is text even when its name reads like a number.
@@ -101,6 +105,8 @@ def recipe_command(
         if options.resume:
             recall(parsed, named=bool(options.recipes))
         return run(parsed)
+
+    called.__annotations__["options"] = options
 
     # The dotted keys are no options of typer's: the command takes them out before it reads the rest.
     class Command(RecipeCommand):

@@ -71,10 +71,14 @@ class QKClip:
         self._last = S
 
         # On an accelerator nothing waits for the host: heads to keep are multiplied by 1.
-        if S.device.type != "cpu" or bool((S > self.tau).any()):
+        if S.device.type != "cpu" or self.exceeds(S):
             for module, S_H in zip(modules, S.split([module.num_heads for module in modules]), strict=True):
                 self._scale(module, head_factors(S_H, self.tau))
         self.reset()
+
+    def exceeds(self, S: Tensor) -> bool:
+        """Whether any head is to be clipped; waits for the device."""
+        return bool((S > self.tau).any())
 
     def reset(self) -> None:
         """Forget what was measured; call it for a step that is skipped, so that a bad batch does not clip the

@@ -72,7 +72,7 @@ def cut(
     tensors = {name: getattr(batch, name)[low:high] for name in columns}
     here_M = (batch.media_positions >= low) & (batch.media_positions < high)
     owner = tuple(assign([cost.of([grid]) for grid in batch.grids], group.size()))
-    dealt = Dealt(tuple(batch.grids), owner, rank, group, merge, here_M)
+    dealt = Dealt(tuple(batch.grids), owner, rank, group, merge, here_M.nonzero()[:, 0])
     # Filler stands at the end of a row.
     filler = own.total - min(max(batch.num_tokens - low, 0), own.total)
     media = batch.media_positions[here_M] - low
@@ -89,7 +89,7 @@ class Dealt:
     rank: int
     group: Any
     merge: tuple[int, int]
-    here_M: Tensor
+    own_M: Tensor
 
     @cached_property
     def order(self) -> list[int]:
@@ -117,7 +117,7 @@ class Dealt:
         pieces = every.split([sizes[i] for i in self.order])
         place = sorted(range(len(sizes)), key=self.order.__getitem__)
         whole_MD = torch.cat([every[:0], *(pieces[i] for i in place)])
-        return whole_MD[self.here_M]
+        return whole_MD.index_select(0, self.own_M)
 
 
 def share_rows(model: Any) -> None:

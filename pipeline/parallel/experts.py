@@ -53,12 +53,7 @@ class Exchange:
 
         # Pairs in the order of their experts: those of one owner stand together.
         ids_N, order_N = ids_TJ.flatten().sort(stable=True)
-        leaving = torch.bincount(ids_N // own, minlength=self.ranks)
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, group=self.group)
-        sizes = torch.stack([leaving, arriving]).tolist()
-        leaving, arriving = sizes
-
+        leaving, arriving = self.counts(ids_N, own)
         token_N = order_N // slots
         rows = all_to_all(x_TD.index_select(0, token_N), leaving, arriving, self.group)
         ids = all_to_all((ids_N % own)[:, None], leaving, arriving, self.group)
@@ -67,3 +62,11 @@ class Exchange:
         done = resolve("moe_experts", rows)(rows, ids, weights, gate_up, down)
         home_ND = all_to_all(done, arriving, leaving, self.group)
         return torch.zeros_like(x_TD, dtype=home_ND.dtype).index_add(0, token_N, home_ND)
+
+    def counts(self, ids_N: Tensor, own: int) -> tuple[list[int], list[int]]:
+        """Rows that go to every rank, and that come from each; own: experts of a rank. The host waits."""
+        leaving_E = torch.bincount(ids_N // own, minlength=self.ranks)
+        arriving_E = torch.empty_like(leaving_E)
+        dist.all_to_all_single(arriving_E, leaving_E, group=self.group)
+        leaving, arriving = torch.stack([leaving_E, arriving_E]).tolist()
+        return leaving, arriving

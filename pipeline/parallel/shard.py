@@ -197,20 +197,29 @@ def spread(
     with torch.device("meta"):
         model, plain = NativeFusion(config), NativeFusion(config)
 
-    model.always_sees = True
+    pipeline = cut_up(model, layout, accelerator.autocast, accelerator.mixed_precision)
+    fill(model, source, device)
+    # As if every rank had drawn the weights.
+    torch.set_rng_state(random_state)
+    return pipeline or model, model, plain
+
+
+def cut_up(
+    model: NativeFusion, layout: Layout, autocast: Callable[[], Any], mixed_precision: str
+) -> Pipeline | None:
+    """Leave of a model on the meta device what this rank holds, in place; returns the pipeline that runs it,
+    if there is one. Its tensors have no storage yet."""
+    model.always_sees = layout.sharded
     pipeline: Pipeline | None = None
     roots: Sequence[nn.Module] = [model]
     if layout.sizes.pp > 1:
         cut_down(model, layout)
-        pipeline = Pipeline(model, layout, accelerator.autocast)
+        pipeline = Pipeline(model, layout, autocast)
         roots = pipeline.own
     if layout.sizes.ep > 1:
         share_out(model, layout)
     if layout.sizes.cp > 1:
         share_rows(model)
-    if layout.copies > 1:
-        shard(model, roots, layout, accelerator.mixed_precision)
-    fill(model, source, device)
-    # As if every rank had drawn the weights.
-    torch.set_rng_state(random_state)
-    return pipeline or model, model, plain
+    if layout.sharded and layout.copies > 1:
+        shard(model, roots, layout, mixed_precision)
+    return pipeline

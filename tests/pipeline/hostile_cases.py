@@ -40,10 +40,10 @@ from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import command_of, exit_code_of, invoke, one_line
 from earlyfusion.pipeline.config.compose import load_config, to_toml
-from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.report.compare import compare
 from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.report.sheet import inspect

@@ -8,8 +8,9 @@ from rich.console import Console
 from tiny_run import whole_recipes
 
 from earlyfusion.model.flops import count_parameters
+from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.plan import decoder_parameters, meta_model, show_plan
+from earlyfusion.pipeline.plan import decoder_parameters, show_plan
 
 
 def shown(name: str, *overrides: tuple[str, str]) -> str:

@@ -8,10 +8,11 @@ from tiny_run import whole_recipes
 
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import count_parameters
+from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.config.compose import dump, load_config, recipe_hash, render
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.optim.registry import param_groups
-from earlyfusion.pipeline.plan import decoder_parameters, meta_model
+from earlyfusion.pipeline.plan import decoder_parameters
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.encoder import VisionTower

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.cli import main
 from earlyfusion.pipeline.config.compose import compose, dump, load_config, presets
-from earlyfusion.pipeline.plan import meta_model
 
 NEAR = 1.35  # how far the layers may be from scale times the preset's: whole heads and groups of four layers
 SCALES = (0.25, 0.5, 1, 1.5, 2, 4, 16)
