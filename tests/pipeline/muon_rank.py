@@ -1,6 +1,8 @@
 """One of several gloo processes for test_qk_clip.py and test_muon_ranks.py; writes FOLDER/rank{RANK}.pt."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from earlyfusion.pipeline import state
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups
 
 TAU = 0.05
 STEPS = 3
+muon_dtype = [torch.float32]
 LATE = "mlp.down_proj.weight"  # has no gradient in the first step: frozen, or text alone
 MISSING = "layers.0.self_attn.o_proj.weight"  # rank 1 lacks its gradient in the second step
 
@@ -51,9 +55,18 @@ def rows_of(rank: int, rows: int, ranks: int) -> slice:
     return slice(min(rank * step, rows), min((rank + 1) * step, rows))
 
 
-def train(mesh=None, ranks: int = 1, seed: int = 0, together: int | None = 1) -> dict:
+def train(
+    mesh=None,
+    ranks: int = 1,
+    seed: int = 0,
+    together: int | None = 1,
+    steps=range(STEPS),
+    after: Path | None = None,
+    into: Path | None = None,
+) -> dict:
     """Some MuonClip steps with a clipped head; every weight is sharded over the mesh if there is one. Returns
-    full weights and momenta. ranks: shards, of which number 1 lacks one gradient once."""
+    full weights and momenta. ranks: shards, of which number 1 lacks one gradient once. after: a checkpoint to
+    go on from; into: folder of one to write."""
     torch.manual_seed(seed)
     model = TinyModel()
     fill_gradients(model, seed)
@@ -62,8 +75,11 @@ def train(mesh=None, ranks: int = 1, seed: int = 0, together: int | None = 1) ->
     for name in list(grads) if mesh else ():
         shard(model, name, mesh, placements)
     groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=together)
-    opt = MuonClip(groups, model, ns_dtype=torch.float32, qk_clip=1.0)
-    for step in range(STEPS):
+    opt = MuonClip(groups, model, ns_dtype=muon_dtype[0], qk_clip=1.0)
+    if after is not None:
+        state.restore_model(model, after)
+        state.restore_optimizer(opt, model, after, state.routing(opt, model), {})
+    for step in steps:
         for name, param in model.named_parameters():
             grad = grads[name] * (1 + step)
             if step == 0 and name == LATE:
@@ -82,12 +98,18 @@ def train(mesh=None, ranks: int = 1, seed: int = 0, together: int | None = 1) ->
             )
         model.layers[1].self_attn.max_logit.copy_(torch.tensor([0.5, 4.0, 0.1, 1.5]))
         opt.step()
-    whole = {n: p if mesh is None else p.full_tensor() for n, p in model.named_parameters()}
-    momenta = {}
+    if into is not None:
+        state.write(state.collect(model, opt)[0], into)
+    return wholes(model, opt)
+
+
+def wholes(model: nn.Module, opt: MuonClip) -> dict:
+    """Weights by name, optimizer state as name/key, put together."""
+    found = dict(model.named_parameters())
     for name, param in model.named_parameters():
-        for key, value in opt.state[param].items():
-            momenta[f"{name}/{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return {name: value.detach() for name, value in (whole | momenta).items()}
+        found |= {f"{name}/{key}": value for key, value in opt.state[param].items()}
+    full = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in found.items()}
+    return {name: value.detach() for name, value in full.items()}
 
 
 def refusal(mesh) -> str:
@@ -128,4 +150,41 @@ def sharded(rank: int, folder: str, world: int, names: list[str], seed: int, tog
         shape = MESHES[name]
         out[name] = train(init_device_mesh("cpu", shape), shape[-1], seed, together)
     torch.save(out, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def counted(real: Callable, calls: list) -> Callable:
+    """A collective that notes what it sends."""
+
+    def call(*given, **named):
+        calls.append((given[1] if real is dist.all_to_all_single else given[0]).dtype)
+        return real(*given, **named)
+
+    return call
+
+
+def moved(rank: int, folder: str, world: int, name: str, leg: str) -> None:
+    """The first steps over a mesh, saved (leg "begin"), or the last one, after them (leg "end")."""
+    start(rank, folder, world)
+    mesh, saved = init_device_mesh("cpu", MESHES[name]), Path(folder, "saved")
+    if leg == "begin":
+        train(mesh, MESHES[name][-1], steps=range(STEPS - 1), into=saved)
+    else:
+        out = train(mesh, MESHES[name][-1], steps=range(STEPS - 1, STEPS), after=saved)
+        torch.save(out, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def halves(rank: int, folder: str, world: int) -> None:
+    """What a step sends, by collective, where Newton-Schulz multiplies in bf16; and how far it is from the
+    step in fp32."""
+    start(rank, folder, world)
+    mesh, sent = init_device_mesh("cpu", (world,)), {"to owners and back": [], "known, clip": []}
+    exact = train(mesh, steps=range(1))
+    dist.all_to_all_single = counted(dist.all_to_all_single, sent["to owners and back"])
+    dist.all_reduce = counted(dist.all_reduce, sent["known, clip"])
+    muon_dtype[:] = [torch.bfloat16]
+    rounded = train(mesh, steps=range(1))
+    far = max(float((exact[name] - rounded[name]).abs().max()) for name in exact)
+    torch.save({"sent": sent, "far": far}, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
