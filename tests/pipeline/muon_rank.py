@@ -1,6 +1,5 @@
 """One of several gloo processes for test_qk_clip.py and test_muon_ranks.py; writes FOLDER/rank{RANK}.pt."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from earlyfusion.pipeline import state
+from earlyfusion.pipeline.optim import owners
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups
 
 TAU = 0.05
 STEPS = 3
-muon_dtype = [torch.float32]
 LATE = "mlp.down_proj.weight"  # has no gradient in the first step: frozen, or text alone
 MISSING = "layers.0.self_attn.o_proj.weight"  # rank 1 lacks its gradient in the second step
 
@@ -63,19 +62,22 @@ def train(
     steps=range(STEPS),
     after: Path | None = None,
     into: Path | None = None,
+    ns_dtype: torch.dtype = torch.float32,
 ) -> dict:
     """Some MuonClip steps with a clipped head; every weight is sharded over the mesh if there is one. Returns
     full weights and momenta. ranks: shards, of which number 1 lacks one gradient once. after: a checkpoint to
     go on from; into: folder of one to write."""
     torch.manual_seed(seed)
     model = TinyModel()
+    if after or into:
+        del model.lm_head  # a second name of the embedding: the real decoder has one
     fill_gradients(model, seed)
     grads = {n: p.grad for n, p in model.named_parameters()}
     placements = None if mesh is None else [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for name in list(grads) if mesh else ():
         shard(model, name, mesh, placements)
     groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=together)
-    opt = MuonClip(groups, model, ns_dtype=muon_dtype[0], qk_clip=1.0)
+    opt = MuonClip(groups, model, ns_dtype=ns_dtype, qk_clip=1.0)
     if after is not None:
         state.restore_model(model, after)
         state.restore_optimizer(opt, model, after, state.routing(opt, model), {})
@@ -133,8 +135,11 @@ def start(rank: int, folder: str, world: int) -> None:
 
 def main(rank: int, folder: str) -> None:
     start(rank, folder, 2)
+    reduced: list[torch.dtype] = []
+    counted("all_reduce", reduced)
     weights, metrics = clipped_alone([rank])
-    out = {"clip": weights, "metrics": metrics, "refusal": refusal(init_device_mesh("cpu", (2,)))}
+    out = {"clip": weights, "metrics": metrics, "reduced": len(reduced)}
+    out["refusal"] = refusal(init_device_mesh("cpu", (2,)))
     torch.save(out, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -153,38 +158,39 @@ def sharded(rank: int, folder: str, world: int, names: list[str], seed: int, tog
     dist.destroy_process_group()
 
 
-def counted(real: Callable, calls: list) -> Callable:
-    """A collective that notes what it sends."""
+def counted(name: str, calls: list) -> None:
+    """From here on a collective of torch.distributed notes the dtype that it sends."""
+    real = getattr(dist, name)
 
     def call(*given, **named):
-        calls.append((given[1] if real is dist.all_to_all_single else given[0]).dtype)
+        calls.append(given[-1 if name == "all_reduce" else 1].dtype)
         return real(*given, **named)
 
-    return call
+    setattr(dist, name, call)
 
 
 def moved(rank: int, folder: str, world: int, name: str, leg: str) -> None:
-    """The first steps over a mesh, saved (leg "begin"), or the last one, after them (leg "end")."""
+    """The first steps over a mesh, saved (leg "begin"), or the last one, after them (leg "end"), in many
+    buckets."""
     start(rank, folder, world)
-    mesh, saved = init_device_mesh("cpu", MESHES[name]), Path(folder, "saved")
+    mesh, saved, ranks = init_device_mesh("cpu", MESHES[name]), Path(folder, "saved"), MESHES[name][-1]
+    owners.BUCKET_BYTES = 2000
     if leg == "begin":
-        train(mesh, MESHES[name][-1], steps=range(STEPS - 1), into=saved)
+        train(mesh, ranks, steps=range(STEPS - 1), into=saved)
     else:
-        out = train(mesh, MESHES[name][-1], steps=range(STEPS - 1, STEPS), after=saved)
-        torch.save(out, f"{folder}/rank{rank}.pt")
+        torch.save(train(mesh, ranks, steps=range(STEPS - 1, STEPS), after=saved), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def halves(rank: int, folder: str, world: int) -> None:
-    """What a step sends, by collective, where Newton-Schulz multiplies in bf16; and how far it is from the
-    step in fp32."""
-    start(rank, folder, world)
-    mesh, sent = init_device_mesh("cpu", (world,)), {"to owners and back": [], "known, clip": []}
+def halves(rank: int, folder: str) -> None:
+    """The dtypes of what a step sends where Newton-Schulz multiplies in bf16, and how far its weights are
+    from those of the step in fp32."""
+    start(rank, folder, 2)
+    mesh, to_owners, reduced = init_device_mesh("cpu", (2,)), [], []
     exact = train(mesh, steps=range(1))
-    dist.all_to_all_single = counted(dist.all_to_all_single, sent["to owners and back"])
-    dist.all_reduce = counted(dist.all_reduce, sent["known, clip"])
-    muon_dtype[:] = [torch.bfloat16]
-    rounded = train(mesh, steps=range(1))
+    counted("all_to_all_single", to_owners)
+    counted("all_reduce", reduced)
+    rounded = train(mesh, steps=range(1), ns_dtype=torch.bfloat16)
     far = max(float((exact[name] - rounded[name]).abs().max()) for name in exact)
-    torch.save({"sent": sent, "far": far}, f"{folder}/rank{rank}.pt")
+    torch.save({"to_owners": to_owners, "reduced": reduced, "far": far}, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
