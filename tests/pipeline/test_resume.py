@@ -98,6 +98,7 @@ def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, 
     assert_same(out, unbroken)
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_ends_it_and_the_resume_has_it_all(recipe, tmp_path, monkeypatch):
     """In the second chunk of questions, in the sources' held-out samples, and in the last evaluation; the
     resumed run evaluates at that step, and is the run that nobody stopped."""
