@@ -15,8 +15,8 @@ One step, and where to read on:
 
 Everything that a resume needs lies in the checkpoint: weights, optimizer, data cursors, random states,
 meters, guard. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75, also out of an evaluation,
-which is then done after the resume; `--resume` goes on bit for bit. The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model
-directory) and report.html.
+which is then done after the resume; `--resume` goes on bit for bit. The output folder gets metrics.jsonl,
+recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory) and report.html.
 """
 
 import sys

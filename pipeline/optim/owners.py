@@ -5,8 +5,8 @@
 
 Owners follow from the names alone: longest processing time first on the FLOPs of Newton-Schulz, so that
 nobody has to tell anybody. Rows travel in the dtype that Newton-Schulz multiplies in, in buckets; while one
-is worked on, the one behind comes and the one before goes home. Whole experts and whole heads never come here: they are updated
-where they lie.
+is worked on, the one behind comes and the one before goes home. Whole experts and whole heads never come
+here: they are updated where they lie.
 
 Sources: Kimi K3 (arXiv 2607.24653) fetches from the holders of a matrix, as here; Moonlight (2502.16982)
 gathers on all. Shapes: R rows of a weight, C columns.

@@ -31,7 +31,9 @@ STEPS, SCHEDULED = 5, 40
 # here after five steps: losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes
 # losses by 5e-3, weights by 0.5.
 FIRST_RTOL = 1e-6
-STEP_ATOL = 1e-7  # weights after the first step, whose updates are 3e-4 in the root mean square; measured 2e-8
+STEP_ATOL = (
+    1e-7  # weights after the first step, whose updates are 3e-4 in the root mean square; measured 2e-8
+)
 LOSS_RTOL = 3e-4
 NORM_RTOL = 1e-2
 WEIGHT_RTOL = 5e-2

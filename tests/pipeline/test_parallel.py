@@ -46,20 +46,21 @@ NORM_RTOL = 5e-2
 WEIGHT_RTOL = 0.2
 MOST = 0.06  # the farthest that AdamW takes a weight in twenty steps of 3e-3: what begins at zero has no norm
 
+# Some of them compute activations again in the backward pass, collectives and all.
 PLANS = {
     "fsdp2": (2, "--parallel.dp_shard 2"),
     "fsdp4": (4, "--parallel.dp_shard 4 --parallel.exchange_pictures on"),
-    "dep": (2, "--parallel.encoder decoupled"),
+    "dep": (2, "--parallel.encoder decoupled --train.recompute true"),
     "dep x fsdp x ep": (4, "--parallel.encoder decoupled --parallel.dp_shard 4 --parallel.ep 2"),
     "hsdp": (4, "--parallel.dp_shard 2 --parallel.dp_replicate 2"),
     "fsdp x ep": (4, "--parallel.dp_shard 4 --parallel.ep 2"),
     "fsdp x cp": (4, "--parallel.dp_shard 2 --parallel.cp 2"),
     "cp": (2, "--parallel.cp 2"),
-    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4"),
+    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4 --train.recompute true"),
     "pp": (2, "--parallel.pp 2"),
     "pp x fsdp": (4, "--parallel.pp 2 --parallel.dp_shard 2 --parallel.exchange_pictures on"),
     "pp virtual": (2, "--parallel.pp 2 --parallel.pp_virtual 2"),
-    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2"),
+    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2 --train.recompute true"),
 }
 
 
@@ -124,24 +125,6 @@ def test_every_plan_trains_like_one_process(plan, recipe, alone, tmp_path):
             assert far < WEIGHT_RTOL, (name, float(far))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["cp x ep", "pp virtual"])
-def test_activations_that_are_computed_again_change_no_plan(plan, recipe, alone, tmp_path):
-    """Their collectives run once more, in the same order on all ranks; the gradients are those of one
-    process."""
-    world, words = PLANS[plan]
-    given = ["pretrain", str(recipe), "--out", str(tmp_path), "--steps", "2", "--train.recompute", "true"]
-    given += split([words]) + ["--eval.heldout", "0"]
-    for code, errors in map(finish, ranks(cli.main, (given,), environment(), world)):
-        assert code == 0, errors[-4000:]
-    ours, theirs = (read_metrics(out / "metrics.jsonl", "train") for out in (tmp_path, alone))
-    assert len(ours) == 2
-    for mine, other, rtol in zip(ours, theirs, (FIRST_RTOL, LOSS_RTOL)):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=rtol), plan
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * rtol), plan
-        assert mine["max_logit"]["3"] == pytest.approx(other["max_logit"]["3"], rel=10 * rtol), plan
-
-
 LAUNCHED = {
     "one-gpu": ("", "", "1 x 1 threads"),
     "eight-gpus": ("--num_processes 2", "", "dp_replicate 1 x dp_shard 2"),
@@ -152,7 +135,7 @@ LAUNCHED = {
         "dp_replicate 2 x dp_shard 2 x cp 1 x ep 2",
     ),
 }
-"""Shipped files of accelerate: what makes them smaller, words of the recipe, what the head of the run says."""
+"""Shipped files of accelerate: what makes them smaller, words of the recipe, what the run's head says."""
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,8 @@ def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, 
 def test_a_signal_in_an_evaluation_ends_it_and_the_resume_has_it_all(recipe, tmp_path, monkeypatch):
     """In the second chunk of questions, in the sources' held-out samples, and in the last evaluation; the
     resumed run evaluates at that step, and is the run that nobody stopped."""
-    words = ('--eval.tasks ["counting"] --eval.limits.counting 70 --eval.every 2 --steps 4 --eval.heldout 2',)
+    monkeypatch.setattr(evaluate, "run_task", partial(harness.run_task, chunk=2))
+    words = ('--eval.tasks ["counting"] --eval.limits.counting 3 --eval.every 2 --steps 4 --eval.heldout 2',)
     assert run_here(recipe, tmp_path / "whole", *words, monkeypatch=monkeypatch) == 0
     out, asked, measured, resume = tmp_path / "cut", harness.answer, evaluate.Evaluator.measure, ()
     calls = {"answer": 0, "measure": 0}
@@ -130,7 +132,10 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_resume_has_it_all(recipe, tmp
     assert_same(out, tmp_path / "whole")
     timed = ("time", "seconds")
     evaluations = [
-        [{k: v for k, v in one.items() if k not in timed} for one in read_metrics(run / "metrics.jsonl", "eval")]
+        [
+            {k: v for k, v in one.items() if k not in timed}
+            for one in read_metrics(run / "metrics.jsonl", "eval")
+        ]
         for run in (out, tmp_path / "whole")
     ]
     assert evaluations[0] == evaluations[1] and [one["step"] for one in evaluations[0]] == [2, 4]

@@ -85,9 +85,7 @@ def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unb
 
 
 @pytest.mark.slow
-def test_shards_with_half_of_the_experts_each_are_tuned_like_one_process(
-    chat_file, tmp_path, monkeypatch
-):
+def test_shards_with_half_of_the_experts_each_are_tuned_like_one_process(chat_file, tmp_path, monkeypatch):
     """Losses step by step, the answers' held-out loss before and after, sample answers, and the weights."""
     words = ["--steps", "4", "--eval.tasks", '["answer_loss"]', "--eval.every", "4", "--eval.samples", "2"]
     assert tune(chat_file, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
