@@ -24,6 +24,7 @@ from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
     Generation,
+    Interrupted,
     LossRequest,
     Model,
     Question,
@@ -74,14 +75,16 @@ def run_task(
     chunk: int = 64,
     share: tuple[int, int] = (0, 1),
     gather: Callable[[Records], Sequence[Records]] = lambda own: [own],
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Record:
     """Ask every question of the task (those not yet answered in `out`); returns the summary.
 
     limit: questions (None: all). progress is given (answered, all). chunk: questions handed to the model at
     once; what a stopped run loses is at most one chunk. share, gather: (rank, world) of processes that ask
     every world-th question each, and what brings their records together; every process then calls it and gets
-    the same summary. Raises EvalError when the model cannot do what the task needs, or `out` holds a run with
-    other settings.
+    the same summary. stopping: whether to ask no further, looked at after every chunk. Raises EvalError when
+    the model cannot do what the task needs, or `out` holds a run with other settings; Interrupted, in every
+    process, where `stopping` of any left questions unasked.
     """
     # What cannot work is said before anything is written.
     needed = {*task.needs, "generate" if task.kind == "generate" else "score"}
@@ -112,7 +115,7 @@ def run_task(
     order = [(question, repeat) for repeat in range(task.options.samples) for question in questions]
     order_here = order[share[0] :: share[1]]
     pending = _pending(task, order_here, records)
-    while True:
+    while not stopping():
         progress(len(records), len(order_here))
         asked = list(islice(pending, chunk))
         if not asked:
@@ -125,6 +128,8 @@ def run_task(
     # The numbers, with everything that they were measured under.
     for part in gather(records):
         records |= part
+    if any((question.id, repeat) not in records for question, repeat in order):
+        raise Interrupted
     kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
     summary["refused"] = sum(record.get("finish") == "refused" for record in kept)

@@ -32,6 +32,10 @@ class EvalError(DataError):
     2."""
 
 
+class Interrupted(Exception):
+    """A signal asked some process to stop while the model was asked; raised on every process."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """Continue `prompt`; the text ends before the first of the `stop` strings, or at the model's own end

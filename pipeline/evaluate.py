@@ -34,10 +34,11 @@ from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
 from earlyfusion.eval.models.engine import EngineModel
-from earlyfusion.eval.protocol import TaskOptions
+from earlyfusion.eval.protocol import Interrupted, TaskOptions
 from earlyfusion.eval.samples import (
     answer_samples,
     attnres_weights,
+    first_picture,
     has_media,
     prompted,
     save_result,
@@ -96,7 +97,8 @@ class Evaluator:
     def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> Record:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.
 
-        loader: the stage's data loader; at the end its held-out documents show the AttnRes weights.
+        loader: the stage's data loader; at the end its held-out documents show the AttnRes weights. Raises
+        Interrupted, on every rank, where a signal came before all was asked.
         """
         headline: Record = {}
         tracker.busy("evaluating held-out samples")
@@ -110,10 +112,9 @@ class Evaluator:
                 headline |= getattr(self, task)(step, limit)
             else:
                 headline |= self._benchmark(task, step, limit)
+        tracker.busy("answering samples")
+        self._samples(step)
         if self.runtime.is_main:
-            # Few and quick: the other ranks wait at the barrier below.
-            tracker.busy("answering samples")
-            self._samples(step)
             # (Without weights, where nothing was asked for of a sharded model, there is nothing to look at.)
             if final and loader is not None and self.fusion.device.type != "meta":
                 self._attnres(step)
@@ -152,11 +153,16 @@ class Evaluator:
 
     def shared(self, names: Sequence[str], work: Callable[[str], Found]) -> dict[str, Found]:
         """`work` of every name, dealt over the ranks; the same on all of them. One name is one rank's, so
-        that the numbers do not depend on how many there are."""
-        own = {name: work(name) for name in names[self.runtime.rank :: self.runtime.world]}
+        that the numbers do not depend on how many there are. Raises Interrupted, on all, after a signal."""
+        own: dict[str, Found] = {}
+        for name in names[self.runtime.rank :: self.runtime.world]:
+            if self.runtime.stop.received is None:
+                own[name] = work(name)
         found: dict[str, Found] = {}
         for part in self.runtime.gather(own):
             found |= part
+        if len(found) < len(names):
+            raise Interrupted
         return found
 
     def save(self, name: str, step: int, payload: Record) -> None:
@@ -215,6 +221,7 @@ class Evaluator:
             progress=self._busy,
             share=(self.runtime.rank, self.runtime.world),
             gather=self.runtime.gather,
+            stopping=lambda: self.runtime.stop.received is not None,
         )
         return task.label, summary["metrics"]
 
@@ -228,8 +235,18 @@ class Evaluator:
         if self._shown is None:
             # Chosen once: the same pictures at every evaluation, so that answers can be followed.
             self._shown = self._choose(self.config.eval.samples)
-        if self._shown:
-            save_samples(self.out, step, answer_samples(self.fusion, self.tokens, self._shown))
+        if not self._shown:
+            return
+        rank, world = self.runtime.rank, self.runtime.world
+        own = self._shown[rank::world]
+        answered = answer_samples(self.fusion, self.tokens, own) if own else []
+        # Pictures are large, and rank 0 has them.
+        shares = self.runtime.gather([{**record, "picture": None} for record in answered])
+        if self.runtime.is_main:
+            records = [shares[i % world][i // world] for i in range(len(self._shown))]
+            for record, sample in zip(records, self._shown, strict=True):
+                record["picture"] = first_picture(sample)
+            save_samples(self.out, step, records)
 
     def _choose(self, wanted: int) -> list[Sample]:
         """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of

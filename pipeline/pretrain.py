@@ -14,9 +14,9 @@ One step, and where to read on:
     track.py             the numbers, to the terminal and metrics.jsonl
 
 Everything that a resume needs lies in the checkpoint: weights, optimizer, data cursors, random states,
-meters, guard. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75; `--resume` goes on bit for
-bit. The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model
-directory) and report.html.
+meters, guard. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75, also out of an evaluation,
+which is then done after the resume; `--resume` goes on bit for bit. The output folder gets metrics.jsonl,
+recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory) and report.html.
 """
 
 import sys
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate, state
@@ -70,7 +71,7 @@ class Pretraining:
         self.guard = Guard(config.guard.policy, runtime.agree)
 
         # Schedule, data, and who encodes which picture.
-        self.step, self.total = 0, config.total_steps
+        self.step, self.total, self.owed = 0, config.total_steps, False
         self.read: Callable[[str], Tensor] | None = None
         self.stages = StageTable(config.stages, config.optim.lr)
         self.loaders = StageLoaders(config, self.tokenizer, runtime, self.out)
@@ -116,6 +117,8 @@ class Pretraining:
         """All steps that are left, then the last evaluation, the model directory and the report."""
         config, runtime = self.config, self.runtime
         self.tracker.say(banner(self))
+        if not self.evaluated_if_owed():
+            return self.leave_early()
         self.meter.restart_clock()
         while self.step < self.total:
             index = self.stages.index(self.step)
@@ -164,11 +167,9 @@ class Pretraining:
                     self.guard.new_stage()
 
             # Stop on a signal; evaluate and save every so often.
-            if runtime.should_stop():
+            self.owed = due(config.eval.every, self.step, self.total)
+            if runtime.should_stop() or not self.evaluated_if_owed():
                 return self.leave_early()
-            if due(config.eval.every, self.step, self.total):
-                with self.meter.paused():
-                    self.evaluated(final=False)
             if due(config.checkpoint.every, self.step, self.total):
                 with self.meter.paused():
                     self.save()
@@ -192,6 +193,18 @@ class Pretraining:
         held = nullcontext() if self.evaluator.idle else whole(self.plain, self.fusion, self.runtime)
         with held:
             return self.evaluator.run(self.step, self.tracker, final=final, loader=loader)
+
+    def evaluated_if_owed(self) -> bool:
+        """The evaluation of this step, where one is due; False where a signal cut it short: the checkpoint
+        remembers that it is still owed."""
+        if self.owed:
+            try:
+                with self.meter.paused():
+                    self.evaluated(final=False)
+            except Interrupted:
+                return False
+        self.owed = False
+        return True
 
     def rolled_back(self, verdict: Verdict) -> bool:
         """The guard refused the step: tell it, and stop or go back where its policy asks for that. True: gone
@@ -217,7 +230,12 @@ class Pretraining:
             self.step,
             model=self.fusion,
             optimizer=self.optimizer,
-            trainer={"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": losses},
+            trainer={
+                "guard": self.guard.state_dict(),
+                "meter": self.meter.state_dict(),
+                "book": losses,
+                "owed": self.owed,
+            },
             lanes=self.loaders.state_dict(),
         )
         self.tracker.event(self.step, "checkpoint", path=path.name)
@@ -234,7 +252,7 @@ class Pretraining:
         self.meter.load_state_dict(loaded.trainer["meter"])
         if self.runtime.is_main:  # losses of all ranks since the last record; the others begin with nothing
             self.loss_meter.sums_S22 = loaded.trainer["book"]
-        self.step = loaded.step
+        self.step, self.owed = loaded.step, loaded.trainer.get("owed", False)
         self.loaders.load_state_dict(loaded.lanes)
         loaded.restore_rng(self.runtime.rank, self.config.run.seed)
 
@@ -252,7 +270,10 @@ class Pretraining:
         # The stage of the last step taken: with run.steps it need not be the recipe's last one.
         loader = self.loaders.at(self.stages.index(max(0, self.step - 1)))
         with self.meter.paused():
-            headline = self.evaluated(final=True, loader=loader)
+            try:
+                headline = self.evaluated(final=True, loader=loader)
+            except Interrupted:
+                return self.leave_early()
             path = self.save()
             self.checkpoints.wait()
             if self.runtime.is_main:

@@ -161,9 +161,7 @@ class FineTuning(Pretraining):
     def train(self) -> int:
         """The steps, with an evaluation before the first one: what the stage started from."""
         # A resumed run has this evaluation behind it.
-        if self.step == 0 and self.config.eval.every:
-            with self.meter.paused():
-                self.evaluated(final=False)
+        self.owed = self.owed or (self.step == 0 and self.config.eval.every > 0)
         return super().train()
 
     def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:

@@ -10,6 +10,7 @@ processes, or another plan, can go on. There is no pickle: DCP's own files carry
 the Hugging Face layout do not.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,8 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.optim.routing import RoutingError, local_part
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+# What one process does, and every rank that reads for itself, torch takes for a mistake.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:

@@ -58,38 +58,48 @@ class Watchdog:
     def __init__(self, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.every_s = min(timeout_s / 4, 5.0)
-        self._thread: threading.Thread | None = None
         self._main, self._over = threading.main_thread().ident or 0, threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> Watchdog:
         if self.world > 1:
             # torch has no public name for the store that its default group was made with. (A client of its
             # own: the main thread may wait in the other.)
             store: Any = dist.distributed_c10d._get_default_store()
-            self._store = store.clone()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+            self.watch(store.clone())
         return self
 
+    def watch(self, store: Any) -> None:
+        """Begin, with a store that all ranks share."""
+        self._store = store
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
     def stop(self) -> None:
-        """End the thread: one that is left inside the store's C++ when Python ends would abort the
-        process."""
+        """End the thread: one that is still there when the interpreter ends may abort the process."""
         self._over.set()
         if self._thread is not None:
-            self._thread.join(self.every_s)
+            # (Unless it waits for a store that is gone.)
+            self._thread.join(2 * self.every_s)
 
     def _watch(self) -> None:
         seen, since = trace(None), time.monotonic()
         # The store may close before this thread does: then the run is over.
         with suppress(RuntimeError):
             while not self._over.wait(self.every_s):
-                frame = sys._current_frames().get(self._main)
-                if (now := trace(frame)) != seen:
+                now, said = self._where()
+                if now != seen:
                     seen, since = now, time.monotonic()
                 still_s = time.monotonic() - since
-                self._store.set(self._key(self.rank), json.dumps([still_s, place(frame)]))
+                self._store.set(self._key(self.rank), json.dumps([still_s, said]))
                 if still_s > self.timeout_s and (found := self._all_still()):
                     self._leave(still_s, found)
+
+    def _where(self) -> tuple[tuple[tuple[int, int], ...], str]:
+        """`trace` and `place` of the main thread now."""
+        # Who holds a frame holds all its locals, tensors among them: nobody does behind this.
+        frame = sys._current_frames().get(self._main)
+        return trace(frame), place(frame)
 
     def _key(self, rank: int) -> str:
         return f"earlyfusion/watchdog/{rank}"

@@ -41,6 +41,7 @@ from earlyfusion.data.tasks.file import FileTask
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
+from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
@@ -73,7 +74,6 @@ from earlyfusion.rl.rollouts.experience import (
     Collector,
     Experience,
     Group,
-    Interrupted,
     build_rewards,
     experience,
     rollout_metrics,

@@ -4,9 +4,9 @@
                                                      --all-to-all-->  every rank: its rows of the result
 
 Owners follow from the names alone: longest processing time first on the FLOPs of Newton-Schulz, so that
-nobody has to tell anybody. Rows travel in the dtype that Newton-Schulz multiplies in, in buckets, and the
-bucket behind travels while one is worked on. Whole experts and whole heads never come here: they are updated
-where they lie.
+nobody has to tell anybody. Rows travel in the dtype that Newton-Schulz multiplies in, in buckets; while one
+is worked on, the one behind comes and the one before goes home. Whole experts and whole heads never come
+here: they are updated where they lie.
 
 Sources: Kimi K3 (arXiv 2607.24653) fetches from the holders of a matrix, as here; Moonlight (2502.16982)
 gathers on all. Shapes: R rows of a weight, C columns.
@@ -97,15 +97,20 @@ def exchanged(cuts: Sequence[Cut], orthogonalise: Orthogonalise) -> Iterator[tup
 
     orthogonalise: whole update [R, C] and its blocks -> the same shape.
     """
-    owner, before = owners(cuts), None
-    for bucket in buckets(cuts):
-        # The next rows are on their way while the ones that have come are worked on.
-        coming = Bucket([cuts[i] for i in bucket], [owner[i] for i in bucket])
-        if before is not None:
-            yield from before.finish(orthogonalise)
-        before = coming
-    if before is not None:
-        yield from before.finish(orthogonalise)
+    owner = owners(cuts)
+    arriving: Bucket | None = None
+    leaving: Bucket | None = None
+    for indices in [*buckets(cuts), None, None]:
+        # While the rows that have come are worked on, the next ones are on their way, and the ones before
+        # them on their way home.
+        coming = None
+        if indices is not None:
+            coming = Bucket([cuts[i] for i in indices], [owner[i] for i in indices])
+        if arriving is not None:
+            arriving.work(orthogonalise)
+        if leaving is not None:
+            yield from leaving.home()
+        arriving, leaving = coming, arriving
 
 
 def buckets(cuts: Sequence[Cut]) -> list[list[int]]:
@@ -146,8 +151,8 @@ class Bucket:
     def _all_to_all(self, out: Tensor, given: Tensor, arriving: list[int], leaving: list[int]):
         return dist.all_to_all_single(out, given, arriving, leaving, group=self.group, async_op=True)
 
-    def finish(self, orthogonalise: Orthogonalise) -> Iterator[tuple[Cut, Tensor]]:
-        """Orthogonalise what has come, and bring it back to where its rows lie."""
+    def work(self, orthogonalise: Orthogonalise) -> None:
+        """Orthogonalise what has come, and send it back to where its rows lie."""
         self.handle.wait()
         # From every sender its rows of all owned matrices: put together to whole ones.
         stretches = []
@@ -158,10 +163,15 @@ class Bucket:
             ortho_RC = orthogonalise(torch.cat(parts).view(cut.param.shape), cut.spec)
             pieces.append(ortho_RC.split(cut.rows()))
 
-        # The same ways back.
+        # The same ways back, into what was sent, of which nobody needs the old values.
         ranks = range(len(self.arriving))
-        back = torch.cat([self.received[:0], *(own[rank].reshape(-1) for rank in ranks for own in pieces)])
-        home = torch.empty_like(self.sent)
-        self._all_to_all(home, back, self.leaving, self.arriving).wait()
-        for cut, part in zip(self.cuts, home.split([cut.update.numel() for cut in self.cuts])):
+        self.received = torch.cat(
+            [self.received[:0], *(own[rank].reshape(-1) for rank in ranks for own in pieces)]
+        )
+        self.handle = self._all_to_all(self.sent, self.received, self.leaving, self.arriving)
+
+    def home(self) -> Iterator[tuple[Cut, Tensor]]:
+        """Every matrix with this rank's rows of the result."""
+        self.handle.wait()
+        for cut, part in zip(self.cuts, self.sent.split([cut.update.numel() for cut in self.cuts])):
             yield cut, part.view(cut.update.shape)

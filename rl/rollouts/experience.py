@@ -27,6 +27,7 @@ from earlyfusion.data.chat.tokens import parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.eval.measure import answer_text_of
+from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.eval.rewards import (
     OnTop,
     Range,
@@ -57,10 +58,6 @@ from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 CHECK_EVERY = 8
 """Tokens between two checks for a repetition."""
-
-
-class Interrupted(Exception):
-    """A signal asked some process to stop while answers were collected."""
 
 
 @dataclass(frozen=True)

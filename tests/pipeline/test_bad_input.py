@@ -55,6 +55,28 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_written(run, recipe, tmp_
     assert not (tmp_path / "out").exists()
 
 
+UNFIT = """
+--parallel.dp_shard 3 | does not give 4 processes; start 3
+--parallel.cp 4 | parallel.cp = 4 does not divide 2 attention heads
+--parallel.dp_shard 4 --parallel.ep 4 --model.num_experts 6 | parallel.ep = 4 does not divide 6 experts
+--parallel.pp 4 --model.tie_word_embeddings false | would cut an AttnRes block of 1 layers | at most 3
+--parallel.dp_shard 4 | 1 lanes cannot be shared evenly by 4
+"""
+
+
+@pytest.mark.parametrize("case", UNFIT.strip().splitlines())
+def test_sizes_that_do_not_fit_are_refused_before_ranks_meet(
+    run, recipe, tmp_path, capsys, monkeypatch, case
+):
+    """As one of four processes, of which the others were never started: who waited for them would hang."""
+    words, *parts = case.split(" | ")
+    for key, value in {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(key, value)
+    line = refused(capsys, run(recipe, tmp_path / "out", *words.split()))
+    assert all(part in line for part in parts), line
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_output_folder_that_cannot_be_is_told_first(run, recipe, tmp_path, capsys):
     (tmp_path / "file").write_text("a file")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -291,11 +291,13 @@ def test_signals_ask_for_a_stop_and_handlers_are_given_back():
 TWO_RANKS = textwrap.dedent("""
     import os, signal
     import torch
+    import torch.distributed.checkpoint.filesystem as filesystem
+    from earlyfusion.pipeline import checkpoint
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
     from earlyfusion.kernels.errors import UserError
     from earlyfusion.pipeline.update import Guard
     from earlyfusion.pipeline.runtime import Runtime, seed_everything
-    from tiny_state import restored, trained
+    from tiny_state import restored, sharded
 
     runtime = Runtime(threads=1)
     assert runtime.world == 2
@@ -305,7 +307,7 @@ TWO_RANKS = textwrap.dedent("""
     seed_everything(runtime.rank)
     keeper = Checkpointer(OUT, runtime, RunFacts({"stages": []}, "abc", 300), asynchronous=ASYNC)
     def save(step, state):
-        model, optimizer = trained(step)
+        model, optimizer = sharded(step)
         return keeper.save(step, model=model, optimizer=optimizer, trainer={}, lanes={runtime.rank: state})
     path = save(1, {"cursor": runtime.rank * 10})
     drawn = torch.rand(1).item()
@@ -316,21 +318,35 @@ TWO_RANKS = textwrap.dedent("""
     loaded.restore_rng(runtime.rank, 0)
     assert torch.rand(1).item() == drawn
 
-    try:
-        save(2, {"cursor": 1})
-        keeper.wait()
+    save(2, {"cursor": 1})
+    keeper.wait()
+    # The disk of one rank is full: before a tensor is written, and in the middle of its shard.
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+    for place, name in ((checkpoint, "save_tree"), (filesystem, "_write_item")):
+        real = getattr(place, name)
         if runtime.rank == 1:
-            from earlyfusion.pipeline import checkpoint
-            def no_space(*_):
-                raise OSError(28, "No space left on device")
-            checkpoint.save_tree = no_space
-        save(3, {})
-        keeper.wait()
-        raise SystemExit("both ranks should have failed")
-    except UserError as error:
-        assert "not written" in str(error)
+            setattr(place, name, no_space)
+        try:
+            save(3, {})
+            keeper.wait()
+            raise SystemExit("both ranks should have failed")
+        except UserError as error:
+            assert "not written" in str(error)
+        setattr(place, name, real)
+        runtime.barrier()
+        assert sorted(p.name for p in keeper.folder.iterdir()) == ["step-000001", "step-000002"]
+
+    # One flipped bit in the shard of one rank: all take the one before.
+    assert keeper.load_intact().step == 2
     runtime.barrier()
-    assert sorted(p.name for p in keeper.folder.iterdir()) == ["step-000001", "step-000002"]
+    if runtime.rank == 1:
+        (shard,) = (keeper.folder / "step-000002").glob("shard-00002-*")
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    runtime.barrier()
+    loaded = keeper.load_intact()
+    assert loaded.step == 1 and restored(loaded)[0].tolist() == [1.0] * 4
 
     runtime.stop.install()
     assert not runtime.should_stop()
@@ -346,5 +362,9 @@ def test_two_gloo_ranks_save_fail_and_stop_together(asynchronous, tmp_path):
     script = tmp_path / "ranks.py"
     text = TWO_RANKS.replace("OUT", repr(str(tmp_path / "out"))).replace("ASYNC", str(asynchronous))
     script.write_text(text)
+    said = []
     for code, errors in map(finish, ranks(run_path, (str(script),), {**os.environ})):
         assert code == 0, errors[-3000:]
+        said.append(errors)
+    assert "step-000002 is damaged (shard-00002-" in said[0] and "the one before is taken" in said[0]
+    assert "damaged" not in said[1], "told once"

@@ -6,6 +6,8 @@ without pictures meet in every plan. Sums are formed in another order, so number
 """
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import parallel_cases
@@ -13,13 +15,14 @@ import pytest
 import tiny_run
 import torch
 from forked import finish, ranks
-from test_distributed import FIRST_RTOL
-from tiny_run import environment, run_here, split, weights
+from test_distributed import FIRST_RTOL, STEP_ATOL, steps_of
+from tiny_run import MODULE, REPOSITORY, environment, run_here, split, weights
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel.encoder import DecoupledEncoder
 from earlyfusion.pipeline.parallel.mesh import (
@@ -43,20 +46,21 @@ NORM_RTOL = 5e-2
 WEIGHT_RTOL = 0.2
 MOST = 0.06  # the farthest that AdamW takes a weight in twenty steps of 3e-3: what begins at zero has no norm
 
+# Some of them compute activations again in the backward pass, collectives and all.
 PLANS = {
     "fsdp2": (2, "--parallel.dp_shard 2"),
     "fsdp4": (4, "--parallel.dp_shard 4 --parallel.exchange_pictures on"),
-    "dep": (2, "--parallel.encoder decoupled"),
+    "dep": (2, "--parallel.encoder decoupled --train.recompute true"),
     "dep x fsdp x ep": (4, "--parallel.encoder decoupled --parallel.dp_shard 4 --parallel.ep 2"),
     "hsdp": (4, "--parallel.dp_shard 2 --parallel.dp_replicate 2"),
     "fsdp x ep": (4, "--parallel.dp_shard 4 --parallel.ep 2"),
     "fsdp x cp": (4, "--parallel.dp_shard 2 --parallel.cp 2"),
     "cp": (2, "--parallel.cp 2"),
-    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4"),
+    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4 --train.recompute true"),
     "pp": (2, "--parallel.pp 2"),
     "pp x fsdp": (4, "--parallel.pp 2 --parallel.dp_shard 2 --parallel.exchange_pictures on"),
     "pp virtual": (2, "--parallel.pp 2 --parallel.pp_virtual 2"),
-    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2"),
+    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2 --train.recompute true"),
 }
 
 
@@ -75,6 +79,15 @@ def alone(folder, recipe):
     with pytest.MonkeyPatch.context() as patch:
         assert run_here(recipe, folder / "alone", "--steps", str(STEPS), monkeypatch=patch) == 0
     return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def stepped(folder, recipe):
+    """One step of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        words = ("--steps 1 --eval.heldout 0",)
+        assert run_here(recipe, folder / "stepped", *words, monkeypatch=patch) == 0
+    return folder / "stepped"
 
 
 @pytest.mark.slow
@@ -110,6 +123,38 @@ def test_every_plan_trains_like_one_process(plan, recipe, alone, tmp_path):
             want = other[name].float()
             far = (mine[name] - want).norm() / want.norm().clamp_min(MOST * want.numel() ** 0.5)
             assert far < WEIGHT_RTOL, (name, float(far))
+
+
+LAUNCHED = {
+    "one-gpu": ("", "", "1 x 1 threads"),
+    "eight-gpus": ("--num_processes 2", "", "dp_replicate 1 x dp_shard 2"),
+    "several-nodes": (
+        "--num_machines 1 --num_processes 4 --machine_rank 0 --main_process_port 0"
+        " --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2",
+        "--parallel.ep 2",
+        "dp_replicate 2 x dp_shard 2 x cp 1 x ep 2",
+    ),
+}
+"""Shipped files of accelerate: what makes them smaller, words of the recipe, what the run's head says."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_shipped_files_of_accelerate_take_the_step_of_one_process(name, recipe, stepped, tmp_path):
+    """FSDP2 and HSDP with shared experts, with micro-batches that are added up: the first optimizer step ends
+    in the same weights."""
+    smaller, words, said = LAUNCHED[name]
+    file = REPOSITORY / "pipeline" / "recipes" / "accelerate" / f"{name}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    command += [*smaller.split(), "-m", MODULE, str(recipe), "--out", str(tmp_path)]
+    command += ["--steps", "1", "--eval.heldout", "0", *words.split()]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert said in done.stdout + done.stderr
+    mine, other = weights(tmp_path), weights(stepped)
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=STEP_ATOL, msg=name)
 
 
 @pytest.mark.slow
@@ -158,6 +203,17 @@ def test_four_shards_hold_a_third_of_one_process_at_most(recipe, tmp_path):
     for key, whole in sizes[1][0].items():
         assert 0 < max(one[key] for one in sizes[4]) <= 0.35 * whole, key
         assert sum(one[key] for one in sizes[4]) >= whole, key
+
+
+def test_the_plans_meet_rows_with_and_without_pictures(recipe):
+    """In the steps that are compared: ranks with pictures beside ranks of text alone, however four lanes are
+    dealt to two and four ranks, and a rank that has both kinds."""
+    seen = []
+    for micro_batches in steps_of(load_config([str(recipe)]), STEPS):
+        seen.append([batch.num_patches > 0 for batch in micro_batches])
+    assert any(len(set(lanes)) == 2 for lanes in seen), "four ranks"
+    assert any(any(lanes[0::2]) != any(lanes[1::2]) for lanes in seen), "two ranks"
+    assert any(len(set(lanes[0::2])) == 2 for lanes in seen), "one rank, in one of two micro-batches"
 
 
 def section(**sizes):

@@ -149,4 +149,5 @@ def test_two_processes_equal_one(tmp_path):
         assert any(not torch.equal(alone[n], weights[n]) for n in weights)  # its own batch is not enough
         assert all(torch.equal(ranks[rank]["clip"][n], weights[n]) for n in weights)
         assert ranks[rank]["metrics"] == metrics
+        assert ranks[rank]["reduced"] == 1, "one message for all layers"
         assert "Muon takes Replicate and Shard(0)" in ranks[rank]["refusal"]

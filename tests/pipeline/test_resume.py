@@ -8,13 +8,15 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from forked import finish
 from tiny_run import assert_same, losses, numbers, run_here, start, tiny_recipe, write_recipe
 
-from earlyfusion.pipeline import build, pretrain, update
+from earlyfusion.eval import harness
+from earlyfusion.pipeline import build, evaluate, pretrain, update
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.pipeline.state import weights as stored
@@ -95,6 +97,48 @@ def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, 
     code, errors = finish(start(recipe, out, "--resume --data.prefetch thread"))
     assert code == 0, errors
     assert_same(out, unbroken)
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_evaluation_ends_it_and_the_resume_has_it_all(recipe, tmp_path, monkeypatch):
+    """In the second chunk of questions, in the sources' held-out samples, and in the last evaluation; the
+    resumed run evaluates at that step, and is the run that nobody stopped."""
+    monkeypatch.setattr(evaluate, "run_task", partial(harness.run_task, chunk=2))
+    words = ('--eval.tasks ["counting"] --eval.limits.counting 3 --eval.every 2 --steps 4 --eval.heldout 2',)
+    assert run_here(recipe, tmp_path / "whole", *words, monkeypatch=monkeypatch) == 0
+    out, asked, measured, resume = tmp_path / "cut", harness.answer, evaluate.Evaluator.measure, ()
+    calls = {"answer": 0, "measure": 0}
+
+    def signalled(real, name, at):
+        def call(*given, **named):
+            calls[name] += 1
+            if calls[name] == at:
+                signal.raise_signal(signal.SIGUSR1)
+            return real(*given, **named)
+
+        return call
+
+    for home, name, real, at in (
+        (harness, "answer", asked, 1),
+        (evaluate.Evaluator, "measure", measured, 2),
+        (harness, "answer", asked, 3),
+    ):
+        with monkeypatch.context() as patch:
+            calls[name] = 0
+            patch.setattr(home, name, signalled(real, name, at))
+            assert run_here(recipe, out, *words, *resume, monkeypatch=monkeypatch) == EXIT_REQUEUE
+        resume = ("--resume",)
+    assert run_here(recipe, out, *words, *resume, monkeypatch=monkeypatch) == 0
+    assert_same(out, tmp_path / "whole")
+    timed = ("time", "seconds")
+    evaluations = [
+        [
+            {k: v for k, v in one.items() if k not in timed}
+            for one in read_metrics(run / "metrics.jsonl", "eval")
+        ]
+        for run in (out, tmp_path / "whole")
+    ]
+    assert evaluations[0] == evaluations[1] and [one["step"] for one in evaluations[0]] == [2, 4]
 
 
 class Interrupted(Exception):

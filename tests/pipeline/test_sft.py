@@ -6,12 +6,13 @@ import signal
 
 import pytest
 from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
-from forked import finish
-from tiny_run import ACCELERATE, assert_same, numbers, start, write_recipe
+from forked import finish, ranks
+from tiny_run import ACCELERATE, assert_same, environment, numbers, start, weights, write_recipe
 
 from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
 from earlyfusion.pipeline.sft_start import with_start
@@ -21,6 +22,7 @@ STEPS = 10
 # Two processes add two micro-batches in another order: fp32 rounding, grown about tenfold a step by Muon and
 # routing near ties (as in test_distributed.py, over four steps).
 LOSS_RTOL, WEIGHT_RTOL = 3e-4, 5e-2
+SAMPLES = "step_0000000.json"  # of the start, whose answers rounding does not reach
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,33 @@ def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unb
     code, errors = finish(start(chat_file, tmp_path, *words, "--resume", launcher=ACCELERATE, module=MODULE))
     assert code == 0, errors[-3000:]
     assert_same(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_shards_with_half_of_the_experts_each_are_tuned_like_one_process(chat_file, tmp_path, monkeypatch):
+    """Losses step by step, the answers' held-out loss before and after, sample answers, and the weights."""
+    words = ["--steps", "4", "--eval.tasks", '["answer_loss"]', "--eval.every", "4", "--eval.samples", "2"]
+    assert tune(chat_file, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
+    given = ["sft", str(chat_file), "--out", str(tmp_path / "two"), *words]
+    given += ["--parallel.dp_shard", "2", "--parallel.ep", "2"]
+    for code, errors in map(finish, ranks(cli.main, (given,), environment())):
+        assert code == 0, errors[-4000:]
+    ours, theirs = numbers(tmp_path / "two"), numbers(tmp_path / "one")
+    assert [mine["step"] for mine in ours] == [1, 2, 3, 4]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=LOSS_RTOL), mine["step"]
+        assert mine["tokens"] == other["tokens"]
+    evals = [read_metrics(tmp_path / name / "metrics.jsonl", "eval") for name in ("two", "one")]
+    assert [one["step"] for one in evals[0]] == [one["step"] for one in evals[1]] == [0, 4]
+    for mine, other in zip(*evals, strict=True):
+        for key in [key for key in other if "loss" in key or "heldout" in key]:
+            assert mine[key] == pytest.approx(other[key], rel=10 * LOSS_RTOL), key
+    shown = [json.loads((tmp_path / name / "samples" / SAMPLES).read_text()) for name in ("two", "one")]
+    assert shown[0] == shown[1] and len(shown[0]["samples"]) == 2
+    mine, other = weights(tmp_path / "two"), weights(tmp_path / "one")
+    for name in [name for name in other if not name.endswith("e_score_correction_bias")]:
+        far = (mine[name] - other[name]).float().norm() / other[name].float().norm().clamp_min(1e-6)
+        assert far < WEIGHT_RTOL, (name, float(far))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from runpy import run_path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from forked import finish, free_port, ranks
 from test_launchers import processes_of
 from test_resume import wait_for_step
@@ -16,6 +19,7 @@ from tiny_run import MODULE, environment, numbers, same, two_ranks, weights
 
 from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.launch import restarted
+from earlyfusion.pipeline.watchdog import Watchdog
 
 HANGS = textwrap.dedent("""
     import time
@@ -52,17 +56,38 @@ def test_ranks_that_wait_for_one_another_say_where_and_leave(tmp_path):
     assert "rank 1 is at" in line
 
 
+def test_a_watched_run_keeps_nothing_alive_and_its_thread_ends():
+    """A frame that somebody holds keeps the tensors of its function: a step's activations, or the model while
+    the process ends."""
+    watchdog, looks = Watchdog(0, 2, timeout_s=1.0), []
+    watchdog.watch(SimpleNamespace(set=lambda key, value: looks.append(value)))
+
+    def step():
+        tensor = torch.zeros(3)
+        seen = len(looks)
+        while len(looks) < seen + 2:
+            time.sleep(0.01)
+        return weakref.ref(tensor)
+
+    assert step()() is None
+    watchdog.stop()
+    assert not watchdog._thread.is_alive()
+
+
 def test_a_restart_goes_on_where_there_is_something_to_go_on_from(tmp_path):
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert not restarted(tmp_path, again) and not restarted(tmp_path, {})
 
 
+SHARDS = "--parallel.dp_shard 2 --parallel.ep 2 --checkpoint.asynchronous true"
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_restarted_and_nothing_shows(recipe, tmp_path):
-    """SIGKILL for one of two ranks in the middle of a run; torchrun starts both again; bit for bit the run
-    that nobody disturbed."""
+    """SIGKILL for one of two ranks in the middle of a run, of shards whose checkpoints a thread writes;
+    torchrun starts both again; bit for bit the run that nobody disturbed."""
     words = ["--checkpoint.every", "2", "--checkpoint.keep", "9", "--stages.short.lanes", "2"]
-    words += ["--stages.long.lanes", "2", "--steps", "12"]
+    words += ["--stages.long.lanes", "2", "--steps", "9", *SHARDS.split()]
     for code, errors in map(finish, two_ranks(recipe, tmp_path / "calm", *words)):
         assert code == 0, errors[-3000:]
 
@@ -78,6 +103,6 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_shows(recipe, tmp_path):
     os.kill(max(workers), signal.SIGKILL)
     code, errors = finish(process)
     assert code == 0, errors[-3000:]
-    assert step_of(latest(out / "checkpoints")) == 12
-    assert numbers(out) == numbers(tmp_path / "calm") and len(numbers(out)) == 12
+    assert step_of(latest(out / "checkpoints")) == 9
+    assert numbers(out) == numbers(tmp_path / "calm") and len(numbers(out)) == 9
     assert same(weights(out), weights(tmp_path / "calm"))

@@ -1,7 +1,11 @@
 """The smallest thing that a checkpoint holds: one weight, and an optimizer that remembers something of it."""
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 
 class Weight(nn.Module):
@@ -17,6 +21,18 @@ def trained(value: float, size: int = 4) -> tuple[Weight, torch.optim.Optimizer]
     model = Weight(value, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.w]["momentum_buffer"] = torch.full((size,), 10 * float(value))
+    return model, optimizer
+
+
+def sharded(value: float, size: int = 4) -> tuple[Weight, torch.optim.Optimizer]:
+    """The same in shards over all ranks."""
+    model, before = trained(value, size)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    cut = partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)])
+    momentum = cut(before.state[model.w]["momentum_buffer"])
+    model.w = nn.Parameter(cut(model.w.detach()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.w]["momentum_buffer"] = momentum
     return model, optimizer
 
 
