@@ -76,7 +76,9 @@ class NativeFusion(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def encode_images(self, patches: Tensor, grids: Sequence[Grid], route: Route | None = None) -> Tensor:
+    def encode_images(
+        self, patches: Tensor, grids: Sequence[Grid] | VisionGrid, route: Route | None = None
+    ) -> Tensor:
         """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an
         image.
 
@@ -85,8 +87,9 @@ class NativeFusion(nn.Module):
         one plan.
         """
         if route is not None:
-            patches, grids = route.send_patches(patches), route.held
-        grid = VisionGrid.from_grids(grids, self.config.vision)
+            held: Any = route.held
+            patches, grids = route.send_patches(patches), held
+        grid = grids if isinstance(grids, VisionGrid) else VisionGrid.from_grids(grids, self.config.vision)
         features = self.mm_projector(self.vision_tower(patches, grid))
         return features if route is None else route.bring_home(features)
 

@@ -25,13 +25,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.vision.patches import Grid, VisionCost, num_patches, num_tokens
+from earlyfusion.vision.patches import Grid, Share, VisionCost, by_token, num_patches, num_tokens
 
 
 def assign(
@@ -81,11 +82,11 @@ def imbalance(work: Sequence[float]) -> float:
 class Exchange:
     """Who encodes which picture of a micro-batch, for the ranks that hold them.
 
-    grids[r][i]: (t, h, w) of picture i of rank r. owner[r][i]: rank that encodes it. work: FLOPs of every
-    rank under this plan.
+    grids[r][i]: (t, h, w) of picture i of rank r, or shares of a picture, one behind the other. owner[r][i]:
+    rank that encodes it. work: FLOPs of every rank under this plan.
     """
 
-    grids: tuple[tuple[Grid, ...], ...]
+    grids: tuple[tuple[Grid | Share, ...], ...]
     owner: tuple[tuple[int, ...], ...]
     merge: tuple[int, int]
     work: tuple[float, ...]
@@ -93,13 +94,21 @@ class Exchange:
     @cached_property
     def patches(self) -> list[list[int]]:
         """[r][o]: patches that r sends to o."""
-        return self._counted([[num_patches(grid) for grid in row] for row in self.grids])
+        return self._counted([[self.patches_of(grid) for grid in row] for row in self.grids])
 
     @cached_property
     def features(self) -> list[list[int]]:
         """[r][o]: merged vision tokens that o sends back to r. (Gradients go the ways of both tables
         backwards.)"""
-        return self._counted([[num_tokens(grid, self.merge) for grid in row] for row in self.grids])
+        return self._counted([[self.tokens_of(grid) for grid in row] for row in self.grids])
+
+    def patches_of(self, grid: Grid | Share) -> int:
+        """Patches of a picture or of a share of one."""
+        return grid.patches(self.merge) if isinstance(grid, Share) else num_patches(grid)
+
+    def tokens_of(self, grid: Grid | Share) -> int:
+        """Features of a picture or of a share of one."""
+        return len(grid.tokens(self.merge)) if isinstance(grid, Share) else num_tokens(grid, self.merge)
 
     def _counted(self, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
         rows = []
@@ -131,12 +140,16 @@ def exchange(
     cost: VisionCost,
     merge: tuple[int, int] = (2, 2),
     max_patches: int | None = None,
+    shared: bool = False,
 ) -> Exchange:
     """The plan for one micro-batch from the grids of all ranks (`grids[r]`: those of rank r, possibly none).
 
     max_patches: most patches of one rank, whose activations must fit its memory. Where no plan keeps to it,
-    or none is better than the pictures' own places, they stay at home.
+    or none is better than the pictures' own places, they stay at home. shared: a picture that costs more than
+    an even share of all is encoded by all ranks together.
     """
+    if shared:
+        return _with_shares(grids, cost, merge, max_patches)
     ranks, limit = len(grids), float("inf") if max_patches is None else max_patches
     home = [r for r, row in enumerate(grids) for _ in row]
     items = [grid for row in grids for grid in row]
@@ -155,6 +168,38 @@ def exchange(
         merge=merge,
         work=tuple(loads(costs, chosen, ranks)),
     )
+
+
+# A rank's share of a picture, in patches, below which the exchanges in every block of the tower cost more
+# than the others' help is worth.
+LEAST_SHARE = 256
+
+
+def _with_shares(
+    grids: Sequence[Sequence[Grid]], cost: VisionCost, merge: tuple[int, int], max_patches: int | None
+) -> Exchange:
+    """The same plan for all pictures but those that no dealing could make even: the k-th share of each is
+    rank k's."""
+    ranks = len(grids)
+    even = sum(cost.of(row) for row in grids) / ranks
+
+    def large(grid: Grid) -> bool:
+        return cost.of([grid]) > even and num_patches(grid) >= ranks * LEAST_SHARE
+
+    rest = exchange([[grid for grid in row if not large(grid)] for row in grids], cost, merge, max_patches)
+    rows, owners = [], []
+    for row, dealt in zip(grids, rest.owner):
+        # Every picture in its place, a large one as its shares.
+        taken, pieces = iter(dealt), list[Grid | Share]()
+        owner = list[int]()
+        for grid in row:
+            parts = [Share(grid, rank, ranks) for rank in range(ranks)] if large(grid) else [grid]
+            pieces += parts
+            owner += range(ranks) if large(grid) else [next(taken)]
+        rows.append(tuple(pieces))
+        owners.append(tuple(owner))
+    each = sum(cost.of([grid]) for row in grids for grid in row if large(grid)) / ranks
+    return Exchange(tuple(rows), tuple(owners), merge, tuple(work + each for work in rest.work))
 
 
 def _near_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
@@ -226,17 +271,33 @@ class Route:
     group: Any = None
 
     @property
-    def held(self) -> tuple[Grid, ...]:
-        """Grids of the pictures this rank encodes, in the order they arrive; may be empty."""
+    def held(self) -> tuple[Grid | Share, ...]:
+        """Grids of the pictures this rank encodes, in the order they arrive, or its shares of them; may be
+        empty."""
         return tuple(self.plan.grids[home][i] for home, i in self.plan.held(self.rank))
 
     def send_patches(self, patches: Tensor) -> Tensor:
-        """Own patches [P, 3, p, p] in packed order -> those of the pictures in `held`, in that order."""
+        """Own patches [P, 3, p, p] in packed order -> those of the pictures in `held`, in that order, of
+        shares token by token."""
         # Ordered by receiving rank: all-to-all sends stretches, not rows.
-        sizes = [num_patches(grid) for grid in self.plan.grids[self.rank]]
-        ordered = _in_order(patches, sizes, self.plan.order(self.rank))
+        own = self.plan.grids[self.rank]
+        sizes = [self.plan.patches_of(grid) for grid in own]
+        ordered = _in_order(self._by_token(patches), sizes, self.plan.order(self.rank))
         arriving = [row[self.rank] for row in self.plan.patches]
         return all_to_all(ordered, self.plan.patches[self.rank], arriving, self.group)
+
+    def _by_token(self, patches: Tensor) -> Tensor:
+        """Patches with those of shared pictures token by token."""
+        order, start = [], 0
+        for grid in self.plan.grids[self.rank]:
+            if not isinstance(grid, Share):
+                order.append(np.arange(start, start + num_patches(grid)))
+            elif grid.rank == 0:
+                order.append(start + by_token(grid.grid, self.plan.merge))
+            start += self.plan.patches_of(grid)
+        if start == 0 or not any(isinstance(grid, Share) for grid in self.plan.grids[self.rank]):
+            return patches
+        return patches.index_select(0, torch.from_numpy(np.concatenate(order)).to(patches.device))
 
     def bring_home(self, features: Tensor) -> Tensor:
         """Features [M, D] of the pictures in `held` -> those of the own pictures in packed order;
@@ -244,7 +305,7 @@ class Route:
         leaving = [row[self.rank] for row in self.plan.features]
         home = all_to_all(features, leaving, self.plan.features[self.rank], self.group)
         own, order = self.plan.grids[self.rank], self.plan.order(self.rank)
-        sizes = [num_tokens(own[i], self.plan.merge) for i in order]
+        sizes = [self.plan.tokens_of(own[i]) for i in order]
         # The inverse of the order they were sent in.
         place = sorted(range(len(own)), key=order.__getitem__)  # where picture i stands in what came home
         return _in_order(home, sizes, place)

@@ -41,7 +41,7 @@ from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, num_patches, num_tokens
+from earlyfusion.vision.patches import Grid, Share, merge_order, num_patches, num_tokens
 
 TOWERS: Record = {}
 """Every registered tower by its name."""
@@ -180,15 +180,6 @@ class GridTensors:
     last frame"""
 
 
-@lru_cache(maxsize=512)
-def merge_order(h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
-    """Row-major index of each patch of an h x w frame, in merge order; inside a token (dy, dx) row by row."""
-    rows, cols = merge
-    # Attention does not see order, so the merge may be paid once, on the uint8 input.
-    index = np.arange(h * w, dtype=np.int64).reshape(h // rows, rows, w // cols, cols)
-    return index.transpose(0, 2, 1, 3).reshape(-1)
-
-
 @dataclass(frozen=True, eq=False)
 class VisionGrid:
     """Metadata of a pack of items (images, or clips of up to pos_emb_time frames), in the order of their
@@ -283,6 +274,41 @@ class VisionGrid:
         if longest > 1:
             at.time = time_P, time_table(cfg.pos_emb_time, cfg.hidden_size).to(device)
             at.frames = put(np.concatenate(frames, axis=1)), put(np.concatenate(weights, axis=1))
+        return at
+
+
+@dataclass(frozen=True, eq=False)
+class ShareGrid(VisionGrid):
+    """Metadata of one rank's share of a picture, its patches in the order of `by_token`."""
+
+    share: Share
+
+    @classmethod
+    def of(cls, share: Share, cfg: VisionConfig, segments: Segments) -> ShareGrid:
+        """segments: tells the blocks that patches of other ranks are to be attended as well."""
+        tokens = len(share.tokens(cfg.merge_kernel_size))
+        return cls((share.grid,), cfg, segments, (tokens,), share)
+
+    def _build(self, device: torch.device) -> GridTensors:
+        whole = VisionGrid.from_grids(self.grids, self.cfg).on(device)
+        (frames, h, w), size = self.share.grid, self.cfg.merge_size
+        tokens = self.share.tokens(self.cfg.merge_kernel_size)
+        # [tokens, frames, patches of a token]: where each patch of the share stands in the whole picture.
+        within = torch.arange(tokens.start * size, tokens.stop * size, device=device).view(-1, 1, size)
+        place_P = (within + torch.arange(frames, device=device)[:, None] * h * w).flatten()
+        rows = slice(tokens.start * size, tokens.stop * size)
+        at = GridTensors(
+            torch.arange(self.num_patches, device=device),
+            whole.turns_PK[place_P],
+            whole.position_index_UW[rows],
+            whole.position_weight_UW[rows],
+        )
+        if whole.time is not None:
+            at.position_row_P = (within - rows.start).expand(-1, frames, -1).flatten()
+            at.time = whole.time[0][place_P], whole.time[1]
+            first_M = torch.arange(len(tokens), device=device) * frames
+            rows_FM = first_M + torch.arange(frames, device=device)[:, None]
+            at.frames = rows_FM, torch.full(rows_FM.shape, 1.0 / frames, device=device)
         return at
 
 

@@ -9,6 +9,7 @@ Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from typing import Any, NamedTuple, Self
 
@@ -82,6 +83,41 @@ def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
     them."""
     _, h, w = grid
     return (h // merge[0]) * (w // merge[1])
+
+
+@lru_cache(maxsize=512)
+def merge_order(h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
+    """Row-major index of each patch of an h x w frame, in merge order; inside a token (dy, dx) row by row."""
+    rows, cols = merge
+    # Attention does not see order, so the merge may be paid once, on the uint8 input.
+    index = np.arange(h * w, dtype=np.int64).reshape(h // rows, rows, w // cols, cols)
+    return index.transpose(0, 2, 1, 3).reshape(-1)
+
+
+class Share(NamedTuple):
+    """What rank `rank` of `ranks` encodes of one picture that all of them share: an even stretch of its
+    tokens, with the patches of all frames."""
+
+    grid: Grid
+    rank: int
+    ranks: int
+
+    def tokens(self, merge: tuple[int, int]) -> range:
+        """Which of the picture's tokens."""
+        total = num_tokens(self.grid, merge)
+        return range(total * self.rank // self.ranks, total * (self.rank + 1) // self.ranks)
+
+    def patches(self, merge: tuple[int, int]) -> int:
+        """How many."""
+        return len(self.tokens(merge)) * self.grid[0] * merge[0] * merge[1]
+
+
+def by_token(grid: Grid, merge: tuple[int, int]) -> np.ndarray:
+    """Index [P] of a picture's patches, token by token and frame by frame within: stretches of tokens are
+    stretches of it."""
+    t, h, w = grid
+    frame = merge_order(h, w, merge).reshape(-1, 1, merge[0] * merge[1])
+    return (frame + np.arange(t)[None, :, None] * h * w).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -175,13 +175,13 @@ def owner_table(config: RunConfig, model: NativeFusion, sizes: Sizes) -> Table:
     """Where Newton-Schulz runs, for the first rank's layers: at the rows (whole heads, whole experts), or on
     the ranks that own matrices which are cut; weights that differ only in layer numbers in one row. model: on
     the meta device, used up."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    found: dict[tuple[str, str, str], list[int]] = {}
     with alone(0, sizes.world):
         cut_up(model, Layout(sizes), nullcontext, config.train.mixed_precision)
         muon = [group for group in param_groups(config.optim, model) if group["family"] == "muon"]
-        cuts = []
+        cuts: list[tuple[tuple[str, str, str], Cut]] = []
         for name, param, spec in (one for g in muon for one in zip(g["fqns"], g["params"], g["blocks"])):
-            row = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), *described(param, spec)
+            row = (re.sub(r"(?<=\.)\d+(?=\.)", "*", name), *described(param, spec))
             found.setdefault(row, [])
             if is_cut(param, spec):
                 cuts.append((row, Cut(name, param, spec, param)))

@@ -10,6 +10,7 @@ from tiny_run import tiny_text
 from earlyfusion.data.loading.encode import Encoded, PackedBatch, assemble
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.pipeline.parallel.encoder import DecoupledEncoder
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.step import LossMeter, forward_backward
 from earlyfusion.vision.balance import Exchange, Route, exchange
@@ -34,9 +35,11 @@ CASES: dict[int, dict[str, Step]] = {
             [[[]], [[(1, 2, 4)], []]],
         ],
         "one picture in all": [[[[]], [[]]], [[[]], [[(1, 6, 4)]]]],
+        "one clip in all": [[[[]], [[(4, 6, 4)]]], [[[]], [[SMALL]]]],
         "exchange in one micro-batch only": [[[[(1, 8, 8)], [(1, 8, 6)]], [[SMALL]]], [[[]], [[SMALL]]]],
     },
     3: {
+        "a clip on three": [[[[]]], [[[(3, 4, 10)], [SMALL]]], [[[]]]],
         "fewer pictures than ranks": [[[[(1, 4, 4), (1, 4, 6)]]], [[[]]], [[[]]]],
         "many pictures on the last rank": [
             [[[SMALL]]],
@@ -72,18 +75,22 @@ def step_of(world: int, name: str) -> Step:
     return CASES[world].get(name) or random_step(world, int(name.split()[-1]))
 
 
-def config() -> FusionConfig:
-    """KDA and MLA, MoE, AttnRes; odd widths; clips of four frames."""
+# The norms, biases and projector of the first generation.
+FIRST = {"norm": "layer", "bias": True, "projector": "v1", "pos_emb_interpolation": "bicubic"}
+
+
+def config(seed: int = 0) -> FusionConfig:
+    """KDA and MLA, MoE, AttnRes; odd widths; clips of four frames; both generations of towers."""
     return FusionConfig(
         text=tiny_text(initializer_range=0.1),
-        vision=VisionConfig.preset("tiny", patch_size=4, num_hidden_layers=2),
+        vision=VisionConfig.preset("tiny", patch_size=4, num_hidden_layers=2, **FIRST if seed % 2 else {}),
         media_token_id=MEDIA,
     )
 
 
 def model(seed: int, dtype: torch.dtype) -> NativeFusion:
     torch.manual_seed(seed)
-    fusion = NativeFusion(config())
+    fusion = NativeFusion(config(seed))
     with torch.no_grad():  # queries that start at zero would hide what passes through them
         for name, parameter in fusion.named_parameters():
             if name.endswith("_res_query"):
@@ -133,9 +140,10 @@ def gradients(
     prepared: Any,
     fusion: NativeFusion,
     parts: list[PackedBatch],
-    routes: list[Route | None] | tuple,
+    routes: list[Route | None] | tuple = (),
+    encoder: DecoupledEncoder | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, as the optimizer would see them."""
     fusion.zero_grad(set_to_none=False)
-    loss = forward_backward(runtime, prepared, parts, LossMeter(["s"]), routes)
+    loss = forward_backward(runtime, prepared, parts, LossMeter(["s"]), routes, encoder)
     return loss, {name: parameter.grad.clone() for name, parameter in fusion.named_parameters()}

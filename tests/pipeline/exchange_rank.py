@@ -6,9 +6,12 @@ import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.parallel.encoder import DecoupledEncoder
 from earlyfusion.pipeline.runtime import Runtime, replicate
 from earlyfusion.pipeline.step import PictureExchange
+from earlyfusion.vision import balance
 from earlyfusion.vision.balance import Route, gather_grids
+from earlyfusion.vision.patches import Share, VisionCost
 
 
 def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int) -> dict:
@@ -23,7 +26,18 @@ def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: in
     for name, way in ways.items():
         result, gradients = cases.gradients(runtime, prepared, fusion, parts, way)
         out[name] = (result, gradients)
+    out["decoupled"], out["shares"] = decoupled(runtime, exchange, fusion, prepared, parts)
     return out
+
+
+def decoupled(runtime: Runtime, exchange: PictureExchange, fusion, prepared, parts) -> tuple:
+    """The step with its pictures encoded first, a few at a time, large ones by all ranks; and how many of
+    these there are."""
+    cost = VisionCost.from_config(fusion.config.vision)
+    encoder = DecoupledEncoder(fusion, runtime, exchange.group, cost, 40)
+    encoder.begin(parts, gather_grids([part.grids for part in parts], exchange.group))
+    found = cases.gradients(runtime, prepared, fusion, parts, encoder=encoder)
+    return found, sum(isinstance(grid, Share) for grid in encoder.held)
 
 
 def refusals(runtime: Runtime, group) -> dict[str, str]:
@@ -58,6 +72,8 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
 def main(folder: str) -> None:
     runtime = Runtime(threads=1)
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), runtime)
+    # So that the small pictures of the cases are large.
+    balance.LEAST_SHARE = 4
     out: dict = {}
     for name in cases.names(runtime.world):
         out[name] = take(runtime, exchange, cases.step_of(runtime.world, name), len(name))

@@ -5,9 +5,17 @@ from pathlib import Path
 
 import torch
 
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.optim.routing import local_part
 from earlyfusion.pipeline.pretrain import Pretraining
+from earlyfusion.vision import balance
+
+
+def shared(argv: list[str]) -> int:
+    """The command line, with pictures as small as the tests' large enough for all ranks together."""
+    balance.LEAST_SHARE = 4
+    return cli.main(argv)
 
 
 def held(recipe: str, out: str, *overrides: tuple[str, object]) -> None:

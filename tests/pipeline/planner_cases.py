@@ -26,8 +26,8 @@ def resident(key: str) -> int:
 
 
 def step(recipe: str, out: str, patches: int, *overrides: tuple[str, object]) -> None:
-    """Take STEPS steps of full rows; OUT/RANK.json: bytes that a step adds to what is resident, at least (what
-    libraries add comes on top), with the tensors that stay, and bytes sent in the last one."""
+    """Take STEPS steps of full rows; OUT/RANK.json: bytes that a step adds to what is resident, at least
+    (what libraries add comes on top), with the tensors that stay, and bytes sent in the last one."""
     config = load_config([recipe], overrides)
     # Large buffers are mapped one by one from here on: what is freed is not resident.
     libc = ctypes.CDLL("libc.so.6")

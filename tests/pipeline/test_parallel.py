@@ -36,6 +36,8 @@ from earlyfusion.pipeline.parallel.mesh import (
 from earlyfusion.pipeline.parallel.stages import cuts
 from earlyfusion.pipeline.state import weights as stored
 from earlyfusion.pipeline.track import read_metrics
+from earlyfusion.vision import balance
+from earlyfusion.vision.patches import Share
 
 STEPS = 20
 # What rounding changes (1e-7 in a step) grows, because Muon lifts small singular values and routing near a
@@ -95,7 +97,8 @@ def stepped(folder, recipe):
 def test_every_plan_trains_like_one_process(plan, recipe, alone, tmp_path):
     world, words = PLANS[plan]
     given = ["pretrain", str(recipe), "--out", str(tmp_path), "--steps", str(STEPS), *split([words])]
-    for code, errors in map(finish, ranks(cli.main, (given,), environment(), world)):
+    main = parallel_cases.shared if "dep" in plan else cli.main
+    for code, errors in map(finish, ranks(main, (given,), environment(), world)):
         assert code == 0, errors[-4000:]
 
     ours, theirs = (read_metrics(out / "metrics.jsonl", "train") for out in (tmp_path, alone))
@@ -205,12 +208,19 @@ def test_four_shards_hold_a_third_of_one_process_at_most(recipe, tmp_path):
         assert sum(one[key] for one in sizes[4]) >= whole, key
 
 
-def test_the_plans_meet_rows_with_and_without_pictures(recipe):
+def test_the_plans_meet_rows_with_and_without_pictures(recipe, monkeypatch):
     """In the steps that are compared: ranks with pictures beside ranks of text alone, however four lanes are
-    dealt to two and four ranks, and a rank that has both kinds."""
-    seen = []
-    for micro_batches in steps_of(load_config([str(recipe)]), STEPS):
+    dealt to two and four ranks, and a rank that has both kinds; pictures that ranks share in some, and
+    none in others."""
+    seen, shares = [], set()
+    monkeypatch.setattr(balance, "LEAST_SHARE", 4)
+    config = load_config([str(recipe)])
+    for micro_batches in steps_of(config, STEPS):
         seen.append([batch.num_patches > 0 for batch in micro_batches])
+        grids = [batch.grids for batch in micro_batches]
+        plan = balance.exchange(grids, balance.VisionCost.from_config(config.vision), shared=True)
+        shares.add(any(isinstance(grid, Share) for row in plan.grids for grid in row))
+    assert shares == {False, True}
     assert any(len(set(lanes)) == 2 for lanes in seen), "four ranks"
     assert any(any(lanes[0::2]) != any(lanes[1::2]) for lanes in seen), "two ranks"
     assert any(len(set(lanes[0::2])) == 2 for lanes in seen), "one rank, in one of two micro-batches"
@@ -273,15 +283,14 @@ def test_a_model_that_cannot_be_cut_is_refused(sizes, changes, said):
 
 
 def test_the_pictures_of_a_step_are_encoded_in_pieces_of_bounded_size():
-    """Every picture once, in order; as many pieces as another rank has, the last ones empty."""
-    grids = ((1, 4, 4), (1, 8, 8), (1, 2, 2), (1, 6, 6))
+    """Every picture once, in order; as many pieces as another rank has, the last ones empty; then what is
+    shared, a picture at a time."""
+    share = Share((1, 8, 8), 1, 2)
     encoder = object.__new__(DecoupledEncoder)
     encoder.runtime, encoder.limit = SimpleNamespace(agree=lambda own: max(own, 5)), 70
-    encoder.held, encoder.patches = grids, torch.arange(16 + 64 + 4 + 36)
-    pieces = [*encoder.pieces()]
-    assert [grid for _, piece in pieces for grid in piece] == list(grids)
-    assert torch.cat([patches for patches, _ in pieces]).equal(encoder.patches)
-    assert [len(patches) for patches, _ in pieces] == [16, 68, 36, 0, 0]
+    encoder.held = ((1, 4, 4), share, (1, 8, 8), (1, 2, 2), share, (1, 6, 6))
+    encoder.patches = [torch.zeros(size) for size in (16, 32, 64, 4, 32, 36, 0)]
+    assert [*encoder.pieces()] == [[0], [2, 3], [5], [], [], [1], [4]]
 
 
 def test_the_decoupled_encoder_is_refused_where_it_has_no_way():

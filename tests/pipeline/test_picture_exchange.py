@@ -22,7 +22,7 @@ from earlyfusion.vision.patches import VisionCost
 TOLERANCE = 1e-12
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
-WAYS = ["planned", "scattered"]
+WAYS = ["planned", "scattered", "decoupled"]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def test_the_cases_hold_what_they_are_for(seen):
     assert [name for (world, name), moves in moved.items() if not moves] == [
         "text only",
         "one picture in all",
+        "one clip in all",
     ]
     assert seen[2][0]["exchange in one micro-batch only"]["routes"] == [True, False]
     for (world, name), moves in moved.items():
@@ -89,6 +90,18 @@ def test_the_cases_hold_what_they_are_for(seen):
         vision = [g.norm() for n, g in gradients.items() if n.startswith(("vision_tower", "mm_projector"))]
         share = torch.stack(vision).norm() / torch.stack([g.norm() for g in gradients.values()]).norm()
         assert share > 0.05 or not moves, name
+
+
+@pytest.mark.slow
+def test_large_pictures_are_shared_by_all_ranks(seen):
+    """Those that cost more than an even share, clips among them, in both generations of towers; whoever holds
+    them."""
+    shares = {name: {rank[name]["shares"] for rank in seen[world]} for world, name in ALL}
+    assert all(len(counts) == 1 for counts in shares.values()), "the same on all ranks"
+    assert shares["one picture in all"] == shares["one clip in all"] == shares["a clip on three"] == {1}
+    assert shares["fewer pictures than ranks"] == {2}
+    assert shares["text only"] == shares["clips beside pictures"] == {0}
+    assert {len(name) % 2 for name, counts in shares.items() if counts != {0}} == {0, 1}
 
 
 @pytest.mark.slow
