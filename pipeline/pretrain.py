@@ -65,7 +65,7 @@ class Pretraining:
 
         # The model, spread over the ranks, and the optimizer over its parameters.
         self.model, self.fusion, self.plain = spread(self.build_model, runtime)
-        self.fusion.decoder.recompute = train.recompute
+        self.fusion.recompute(train.recompute)
         check_frozen(self.plain, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
         self.optimizer = build.optimizer(config.optim, self.fusion, runtime.layout)
         self.guard = Guard(config.guard.policy, runtime.agree)

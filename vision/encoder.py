@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import UserError, did_you_mean
@@ -483,18 +484,22 @@ class EncoderBlock(Drawn):
 
 
 class Encoder(nn.Module):
-    """The stack of blocks and the final norm."""
+    """The stack of blocks and the final norm. recompute: training keeps no activations inside a block and
+    computes them again in the backward pass."""
 
     def __init__(self, cfg: VisionConfig) -> None:
         super().__init__()
-        self.merge_size = cfg.merge_size
+        self.merge_size, self.recompute = cfg.merge_size, False
         self.blocks = nn.ModuleList([EncoderBlock(cfg) for _ in range(cfg.num_hidden_layers)])
         self.final_layernorm = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
 
     def forward(self, x_PC: Tensor, turns_PK: Tensor, segments: Segments) -> Tensor:
         """[P, C] in merge order -> [P / merge size, merge size, C]."""
         for block in self.blocks:
-            x_PC = block(x_PC, turns_PK, segments)
+            if self.recompute and torch.is_grad_enabled():
+                x_PC = checkpoint(block, x_PC, turns_PK, segments, use_reentrant=False)
+            else:
+                x_PC = block(x_PC, turns_PK, segments)
         # Grouped before the norm: an output that is a view would upset the hooks of sharded training.
         return self.final_layernorm(x_PC.view(-1, self.merge_size, x_PC.shape[-1]))
 

@@ -180,8 +180,8 @@ class TrainSection(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast dtype of the forward and backward pass."""
     recompute: bool = False
-    """Keep no activations inside a layer (inside an AttnRes block) and compute them again in the backward
-    pass: less memory for about a third more arithmetic."""
+    """Keep no activations inside a layer (inside an AttnRes block) or a block of the tower, and compute them
+    again in the backward pass: less memory for about a third more arithmetic."""
     threads: PositiveInt | None = None
     """torch CPU threads; "null" keeps torch's choice."""
     loss_weights: dict[str, float] = {}

@@ -9,6 +9,7 @@ buffer has been there once. Collectives go to torch's "fake" process group, whic
 Source: torchtitan's estimate.py counts memory in the same way (FakeTensorMode and a fake process group).
 """
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earlyfusion.data.loading.encode import PackedBatch
@@ -195,13 +197,17 @@ def alone(rank: int, world: int) -> Iterator[None]:
     """Inside, this process is one rank of a world that is not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    told = sys.excepthook
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
+        sys.excepthook = told
         if world > 1:
             dist.destroy_process_group()
+            # It remembers meshes by their shape, and with them groups that are gone.
+            _clear_sharding_prop_cache()
 
 
 def everywhere(params: Sequence[Any]) -> list[bool]:
@@ -258,7 +264,7 @@ class Rehearsal:
         self.bf16 = config.train.mixed_precision == "bf16"
         self.pipeline = cut_up(model, self.layout, self.autocast, config.train.mixed_precision)
         self.model = model
-        model.decoder.recompute = config.train.recompute
+        model.recompute(config.train.recompute)
         self.micro_batches = max(1, stage.lanes // self.layout.data_world)
         self.batch = self.own_part(patches)
 

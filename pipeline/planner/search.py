@@ -18,6 +18,8 @@ from earlyfusion.pipeline.planner.hardware import USABLE, Hardware
 FP32 = 4  # bytes
 LITTLE = 0.25
 """Share of a GPU's memory up to which replicas are the plan that is proposed."""
+NODE = 8
+"""Ranks that experts are shared by first."""
 TRIES = 12
 """Plans that are rehearsed before the search gives up."""
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -62,8 +64,9 @@ def candidates(config: RunConfig, gpus: int, start: Sizes) -> Iterator[Sizes]:
     for pp, cp, dp_shard in product(SPLITS, SPLITS, shards):
         if gpus % (pp * cp * dp_shard):
             continue
-        # Experts on as many ranks as share a layer, or on none: what lies between is seldom better.
-        for ep in {1, largest_divisor(config.model.num_experts, dp_shard * cp)}:
+        # Experts on the ranks of a node, whose links are fast, on as many as share a layer, or on one.
+        ways = (min(NODE, dp_shard * cp), dp_shard * cp, 1)
+        for ep in dict.fromkeys(largest_divisor(config.model.num_experts, ranks) for ranks in ways):
             sizes = Sizes(pp, gpus // (pp * cp * dp_shard), dp_shard, cp, ep)
             try:
                 refuse(config, sizes)
@@ -80,6 +83,7 @@ def candidates(config: RunConfig, gpus: int, start: Sizes) -> Iterator[Sizes]:
             sizes.dp_shard < far,
             sizes.dp_shard,
             sizes.ep == 1,
+            sizes.ep,
         )
 
     yield from sorted(found, key=distance)
@@ -140,18 +144,26 @@ def nearest(
     model = build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    ways = [config] if config.train.recompute else [recomputing(config)]
-    tries = 0
+    way = config if config.train.recompute else recomputing(config)
+    tried = [start] if start.recompute else []
     for sizes in candidates(config, gpus, start.sizes):
-        for way in ways:
-            if state_bytes(parameters, experts, sizes) > most or (
-                sizes == start.sizes and way.train.recompute == start.recompute
-            ):
-                continue
-            tries += 1
-            if tries > TRIES:
-                return None
-            found = estimate(way, build, sizes, machine, patches, progress, most)
-            if found.peak <= most:
-                return found
+        if state_bytes(parameters, experts, sizes) > most or any(hopeless(sizes, one, most) for one in tried):
+            continue
+        if len(tried) > TRIES:
+            return None
+        found = estimate(way, build, sizes, machine, patches, progress, most)
+        if found.peak <= most:
+            return found
+        tried.append(found)
     return None
+
+
+def hopeless(sizes: Sizes, tried: Estimate, most: float) -> bool:
+    """Whether what did not fit before cannot fit under `sizes` either: shards and shared experts leave
+    activations as large as they are, ranks that share a row share them at best."""
+    if sizes == tried.sizes:
+        return True
+    if sizes.pp != tried.sizes.pp or sizes.cp < tried.sizes.cp:
+        return False
+    activations = max(stage.rank.activations for stage in tried.stages)
+    return activations * tried.sizes.cp / sizes.cp > most

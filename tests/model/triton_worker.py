@@ -83,7 +83,7 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
     """Loss, per-token losses and log-probabilities, and all gradients."""
     config, seed = tiny_fusion(**case["text"]), case.get("seed", 0)
     net = build(config, seed).train()
-    net.decoder.recompute = case.get("recompute", False)
+    net.recompute(case.get("recompute", False))
     first, *others = case["documents"]
     documents = [document(first, case["grids"], config, seed)]
     documents += [document(n, [], config, n) for n in others]
