@@ -27,7 +27,7 @@ Shapes: T tokens, D hidden, V vocabulary, S sub-layers of a block, n sources.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial as bind
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -187,18 +187,21 @@ class DecoderLayer(nn.Module):
         )
 
 
+Recompute = Literal["no", "block", "layer"]
+
+
 class Decoder(nn.Module):
     """embed_tokens, layers, final norm and (untied) lm_head; see the file's head.
 
-    recompute: when True, training keeps no activations inside a layer (inside an AttnRes block) and computes
-    them again in the backward pass.
+    recompute: when "block", training keeps no activations inside a layer (inside an AttnRes block) and
+    computes them again in the backward pass; "layer": none inside a sub-layer, also where blocks are large.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.sublayers_per_block = config.sublayers_per_block()
-        self.recompute = False
+        self.recompute: Recompute = "no"
         hidden, std = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, hidden, std)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
@@ -266,7 +269,8 @@ class Decoder(nn.Module):
             (x_TD,) = sources
             for index in blocks:
                 layer = self.layers[index]
-                x_TD = self._maybe_recompute(layer, x_TD, segments, pasts[index], counted_T)
+                at: Recompute = "block" if self.recompute == "block" else "layer"
+                x_TD = self._maybe_recompute(at, layer, x_TD, segments, pasts[index], counted_T)
             return (x_TD,)
 
         # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
@@ -280,12 +284,12 @@ class Decoder(nn.Module):
                 mix = layer.mixes()[place % 2]
                 # Norm and body of a sub-layer go apart: a kernel may take the norm together with the mix.
                 if place % 2 == 0:
-                    attend = bind(layer.attend, segments=segments, past=own, counted_T=counted_T)
-                    sublayers.append((mix, SubLayer(layer.input_layernorm, attend)))
+                    norm, run = layer.input_layernorm, bind(layer.attend, past=own, segments=segments)
                 else:
-                    feed_forward = bind(layer.feed_forward, counted_T=counted_T)
-                    sublayers.append((mix, SubLayer(layer.post_attention_layernorm, feed_forward)))
-            sources = self._maybe_recompute(run_block, sources, sublayers, recorder)
+                    norm, run = layer.post_attention_layernorm, bind(layer.feed_forward)
+                body = bind(self._maybe_recompute, "layer", bind(run, counted_T=counted_T))
+                sublayers.append((mix, SubLayer(norm, body)))
+            sources = self._maybe_recompute("block", run_block, sources, sublayers, recorder)
         return sources
 
     def finish(self, sources: tuple[Tensor, ...], recorder: MixRecorder | None = None) -> Tensor:
@@ -315,7 +319,7 @@ class Decoder(nn.Module):
             self.forward(x_TD, segments, recorder=recorder)
         return recorder
 
-    def _maybe_recompute(self, function, *arguments):
-        if self.recompute and torch.is_grad_enabled():
+    def _maybe_recompute(self, at: Recompute, function, *arguments):
+        if self.recompute == at and torch.is_grad_enabled():
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)

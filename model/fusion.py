@@ -20,7 +20,7 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.decoder import Decoder
+from earlyfusion.model.decoder import Decoder, Recompute
 from earlyfusion.vision.balance import Route
 from earlyfusion.vision.encoder import Projector, VisionGrid, VisionTower, build_tower, zero_anchor
 from earlyfusion.vision.patches import Grid
@@ -141,12 +141,13 @@ class NativeFusion(nn.Module):
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
 
-    def recompute(self, on: bool) -> None:
-        """Whether training keeps no activations inside the decoder's layers (AttnRes blocks) and the blocks
-        of the project's own tower, and computes them again in the backward pass."""
-        self.decoder.recompute = on
+    def recompute(self, at: Recompute) -> None:
+        """Whether training keeps no activations inside the decoder's layers ("layer") or AttnRes blocks
+        ("block"), nor inside the blocks of the project's own tower, and computes them again in the backward
+        pass."""
+        self.decoder.recompute = at
         if isinstance(self.vision_tower, VisionTower):
-            self.vision_tower.encoder.recompute = on
+            self.vision_tower.encoder.recompute = at != "no"
 
     def within(self, compute: Callable[..., Any], *given: Any) -> Any:
         """compute(*given), which reads weights of the model directly: sharded training holds those of its

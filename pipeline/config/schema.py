@@ -179,9 +179,10 @@ class StageSection(Section):
 class TrainSection(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast dtype of the forward and backward pass."""
-    recompute: bool = False
-    """Keep no activations inside a layer (inside an AttnRes block) or a block of the tower, and compute them
-    again in the backward pass: less memory for about a third more arithmetic."""
+    recompute: Literal["no", "block", "layer"] = "no"
+    """Keep no activations inside an AttnRes block, or inside a layer, nor inside a block of the tower, and
+    compute them again in the backward pass: less memory for about a third more arithmetic. layer: for large
+    AttnRes blocks; FSDP keeps the weights of a whole block while it is computed again."""
     threads: PositiveInt | None = None
     """torch CPU threads; "null" keeps torch's choice."""
     loss_weights: dict[str, float] = {}

@@ -66,7 +66,7 @@ class Estimate:
     """A plan on some machines."""
 
     sizes: Sizes
-    recompute: bool
+    recompute: str
     stages: Sequence[StageEstimate]
 
     @property

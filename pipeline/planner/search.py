@@ -20,6 +20,8 @@ LITTLE = 0.25
 """Share of a GPU's memory up to which replicas are the plan that is proposed."""
 NODE = 8
 """Ranks that experts are shared by first."""
+FEW = 4
+"""Layers of an AttnRes block up to which its activations are fewer than the inputs of all layers."""
 TRIES = 12
 """Plans that are rehearsed before the search gives up."""
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -127,7 +129,11 @@ def estimate(
 
 
 def recomputing(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"train": config.train.model_copy(update={"recompute": True})})
+    """The recipe as it is if it computes activations again, else in the way that keeps fewer."""
+    if config.train.recompute != "no":
+        return config
+    at = "block" if config.model.sublayers_per_block() <= 2 * FEW else "layer"
+    return config.model_copy(update={"train": config.train.model_copy(update={"recompute": at})})
 
 
 def nearest(
@@ -144,8 +150,8 @@ def nearest(
     model = build()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    way = config if config.train.recompute else recomputing(config)
-    tried = [start] if start.recompute else []
+    way = recomputing(config)
+    tried = [start] if start.recompute == way.train.recompute else []
     for sizes in candidates(config, gpus, start.sizes):
         if state_bytes(parameters, experts, sizes) > most or any(hopeless(sizes, one, most) for one in tried):
             continue

@@ -84,8 +84,8 @@ def words(plan: Estimate, config: RunConfig) -> str:
     """The overrides of a plan."""
     sizes = plan.sizes
     said = [f"--parallel.{name} {getattr(sizes, name)}" for name in ("dp_shard", "ep", "cp", "pp")]
-    if plan.recompute and not config.train.recompute:
-        said.append("--train.recompute true")
+    if plan.recompute != config.train.recompute:
+        said.append(f"--train.recompute {plan.recompute}")
     return " ".join(said)
 
 
@@ -100,7 +100,7 @@ def show(
 ) -> None:
     """Memory, traffic and time of a plan, and what the whole recipe takes."""
     world = plan.sizes.world
-    recompute = ", activations computed again" if plan.recompute else ""
+    recompute = "" if plan.recompute == "no" else f", activations of a {plan.recompute} computed again"
     console.print(f"plan: {world} x {machine.name}, {plan.sizes}{recompute}", soft_wrap=True)
     print_table(memory_table(plan, machine), console)
     print_table(traffic_table(plan, machine), console)

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
         text={**BLOCK, "attn_res_block_size": 2, "mla_output_gate": True, "q_lora_rank": 10},
         documents=(5, 9),
         grids=[(2, 2, 4)],
-        recompute=True,
+        recompute="block",
     ),
     "full, bounded gates": dict(
         text={**BLOCK, "attn_res": "full", "linear_attn_config": BOUNDED},
@@ -83,7 +83,7 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
     """Loss, per-token losses and log-probabilities, and all gradients."""
     config, seed = tiny_fusion(**case["text"]), case.get("seed", 0)
     net = build(config, seed).train()
-    net.recompute(case.get("recompute", False))
+    net.recompute(case.get("recompute", "no"))
     first, *others = case["documents"]
     documents = [document(first, case["grids"], config, seed)]
     documents += [document(n, [], config, n) for n in others]

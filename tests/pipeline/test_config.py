@@ -227,7 +227,7 @@ def test_a_resume_over_keys_of_another_version_says_so(base):
     old = copy.deepcopy(new)
     del old["train"]["recompute"]
     told = explain_refusal(refused_on_resume(old, new))
-    assert "train.recompute: '(absent)' -> False" in told and "another version's of earlyfusion" in told
+    assert "train.recompute: '(absent)' -> 'no'" in told and "another version's of earlyfusion" in told
     assert explain_refusal(diff({"a": 1}, {"a": 2})) == "the recipe changed (a: 1 -> 2); put these back"
 
 

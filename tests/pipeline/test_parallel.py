@@ -52,17 +52,17 @@ MOST = 0.06  # the farthest that AdamW takes a weight in twenty steps of 3e-3: w
 PLANS = {
     "fsdp2": (2, "--parallel.dp_shard 2"),
     "fsdp4": (4, "--parallel.dp_shard 4 --parallel.exchange_pictures on"),
-    "dep": (2, "--parallel.encoder decoupled --train.recompute true"),
+    "dep": (2, "--parallel.encoder decoupled --train.recompute block"),
     "dep x fsdp x ep": (4, "--parallel.encoder decoupled --parallel.dp_shard 4 --parallel.ep 2"),
     "hsdp": (4, "--parallel.dp_shard 2 --parallel.dp_replicate 2"),
     "fsdp x ep": (4, "--parallel.dp_shard 4 --parallel.ep 2"),
     "fsdp x cp": (4, "--parallel.dp_shard 2 --parallel.cp 2"),
     "cp": (2, "--parallel.cp 2"),
-    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4 --train.recompute true"),
+    "cp x ep": (4, "--parallel.dp_shard 2 --parallel.cp 2 --parallel.ep 4 --train.recompute layer"),
     "pp": (2, "--parallel.pp 2"),
     "pp x fsdp": (4, "--parallel.pp 2 --parallel.dp_shard 2 --parallel.exchange_pictures on"),
     "pp virtual": (2, "--parallel.pp 2 --parallel.pp_virtual 2"),
-    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2 --train.recompute true"),
+    "pp virtual x cp": (4, "--parallel.pp 2 --parallel.pp_virtual 2 --parallel.cp 2 --train.recompute block"),
 }
 
 

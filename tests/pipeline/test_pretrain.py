@@ -143,9 +143,9 @@ def test_bf16_autocast_follows_the_fp32_run(run, recipe, tmp_path):
 def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(training):
     """The same loss and gradients in float64, from less than half of the bytes that the backward pass kept
     before."""
-    kept: dict[bool, int] = {}
-    gradients: dict[bool, dict[str, Tensor]] = {}
-    for recompute in (False, True):
+    kept: dict[str, int] = {}
+    gradients: dict[str, dict[str, Tensor]] = {}
+    for recompute in ("no", "block", "layer"):
         made = training(("train.recompute", recompute))
         batch, model = made.loaders.at(0).next_step()[0], made.fusion.double()
         sizes: list[int] = []
@@ -161,10 +161,11 @@ def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(trai
         gradients[recompute] = {
             name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
         }
-    assert kept[True] < kept[False] / 2
-    assert gradients[True].keys() == gradients[False].keys()
-    for name, gradient in gradients[True].items():
-        torch.testing.assert_close(gradient, gradients[False][name], rtol=1e-9, atol=1e-9)
+    for way in ("block", "layer"):
+        assert kept[way] < kept["no"] / 2
+        assert gradients[way].keys() == gradients["no"].keys()
+        for name, gradient in gradients[way].items():
+            torch.testing.assert_close(gradient, gradients["no"][name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
