@@ -11,7 +11,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from rich.console import Console
 from rich.table import Table
 
@@ -19,12 +18,13 @@ from earlyfusion.data.tables import print_table, terminal
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.build import meta_model, own_tokenizer, with_tokenizer
-from earlyfusion.pipeline.config.arguments import RecipeArguments, RecipeOptions
+from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.figures import percent, scaled
 from earlyfusion.pipeline.optim.registry import param_groups
 from earlyfusion.pipeline.optim.routing import blocks_in_words
+from earlyfusion.pipeline.planner.options import PlanOptions
 from earlyfusion.pipeline.planner.show import plan_for
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
@@ -177,20 +177,6 @@ def banner(training: Any) -> str:
         f"\n{training.total - training.step:,} steps{begun},"
         f" {scaled(tokens)} tokens, expected time {time}, to {config.run.directory}"
     )
-
-
-class PlanOptions(RecipeOptions):
-    """What `plan` takes besides a recipe."""
-
-    gpus: PositiveInt | None = None
-    """memory, traffic, time and cost of a step on so many GPUs, as the recipe's parallel section spreads it,
-    and the nearest plan that fits where that does not"""
-    gpu: str = "h200"
-    """kind of GPU: h200, h100, a100, b200; cpu: this machine"""
-    patches: NonNegativeInt | None = None
-    """patches of the pictures in a micro-batch; as many as the stage allows if not given"""
-    calibrate: str | None = None
-    """output folder of a run on such GPUs: times are scaled by what it measured"""
 
 
 def run(parsed: RecipeArguments) -> None:

@@ -63,7 +63,7 @@ VERBS = {
         "print a recipe's sizes, FLOPs, routing and stages; what it needs on N GPUs",
         _RUN,
         None,
-        "earlyfusion.pipeline.plan:PlanOptions",
+        "earlyfusion.pipeline.planner.options:PlanOptions",
     ),
     "export": Verb("earlyfusion.pipeline.export_cmd:export", "a training checkpoint as a model directory"),
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
