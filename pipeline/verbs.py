@@ -65,6 +65,7 @@ VERBS = {
         None,
         "earlyfusion.pipeline.planner.options:PlanOptions",
     ),
+    "import": Verb("earlyfusion.pipeline.import_cmd:import_", "a checkpoint of others as a model directory"),
     "export": Verb("earlyfusion.pipeline.export_cmd:export", "a training checkpoint as a model directory"),
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
 }

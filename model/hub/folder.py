@@ -129,21 +129,38 @@ def save_model(
     OSError (disk full) leaves nothing behind.
     """
     # All files or none: a reader never sees half a directory.
-    directory, config = Path(directory), model.config
+    own = model.state_dict()
+    find = own.__getitem__ if read is None else read
+    directory = Path(directory)
     with _fresh_directory(directory) as folder:
-        tokenizer.save(folder)
-        check_vocabulary(folder, config)
-        own = model.state_dict()
-        _write_weights(folder, own, max_shard_bytes, read or own.__getitem__)
-        dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
-        for name, content in json_files(config, dtype).items():
-            write_json(folder / name, content, indent=2)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        card = folder / "README.md"
-        card.write_text(model_card(config, facts or {}, parameters), encoding="utf-8")
-        for file in folder.iterdir():  # safetensors writes 600, whatever the umask
-            shutil.copymode(card, file)
+        write_model(
+            folder, model, tokenizer, facts or {}, lambda item: item.view(find(item.ours)), max_shard_bytes
+        )
     return directory
+
+
+def write_model(
+    folder: Path,
+    model: NativeFusion,
+    tokenizer: Any,
+    facts: Facts,
+    read: Callable[[PublicTensor], Tensor],
+    max_shard_bytes: int,
+) -> None:
+    """Write all files of a model directory into a folder; shards of weights that lie there whole stay as they
+    are. read: a public tensor -> its values."""
+    config = model.config
+    tokenizer.save(folder)
+    check_vocabulary(folder, config)
+    _write_weights(folder, model.state_dict(), max_shard_bytes, read)
+    dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
+    for name, content in json_files(config, dtype).items():
+        write_json(folder / name, content, indent=2)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    card = folder / "README.md"
+    card.write_text(model_card(config, facts, parameters), encoding="utf-8")
+    for file in folder.iterdir():  # safetensors writes 600, whatever the umask
+        shutil.copymode(card, file)
 
 
 def load_model(
@@ -164,8 +181,8 @@ def load_model(
     # On the meta device: everything is compared before a byte of weights is read.
     ours = model.state_dict(keep_vars=True)
     plan = {tensor.name: tensor for tensor in public_tensors(ours.items())}
-    files = _weight_files(folder)
-    stored = _check_tensors(folder, plan, ours, files)
+    files = weight_files(folder)
+    stored = check_tensors(folder, plan, ours, files)
 
     # Memory is taken once, in the dtype that each tensor will hold.
     for name, tensor in plan.items():
@@ -216,7 +233,10 @@ def _fresh_directory(target: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int, read: Callable[[str], Tensor]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    max_shard_bytes: int,
+    read: Callable[[PublicTensor], Tensor],
 ) -> None:
     # Shards are filled one after another; a tensor larger than a shard has one of its own.
     shards: list[list[PublicTensor]] = [[]]
@@ -233,15 +253,19 @@ def _write_weights(
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    where = {}
+    where: dict[str, str] = {}
     for name, shard in zip(names, shards):
+        where |= dict.fromkeys((item.name for item in shard), name)
+        if (folder / name).is_file():
+            continue
         content = {}
         for item in shard:
             # clones are separate, dense and short-lived: at most one shard is held twice
-            content[item.name] = item.view(read(item.ours).detach()).cpu().clone().contiguous()
-            where[item.name] = name
+            content[item.name] = read(item).detach().cpu().clone().contiguous()
         try:
-            save_file(content, str(folder / name), metadata={"format": "pt"})
+            # Under its name a shard is whole.
+            save_file(content, str(folder / f".{name}"), metadata={"format": "pt"})
+            os.replace(folder / f".{name}", folder / name)
         except SafetensorError as error:
             raise ModelDirectoryError(
                 f"{folder.parent}: the model cannot be written ({error}); free disk space"
@@ -250,7 +274,7 @@ def _write_weights(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where}, indent=2)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
@@ -272,20 +296,28 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check_tensors(
-    folder: Path, plan: Mapping[str, PublicTensor], ours: Mapping[str, Tensor], files: Sequence[Path]
-) -> dict[str, torch.dtype]:
-    """Compare the files' headers with the plan; returns the stored dtype of every tensor."""
-    shapes: dict[str, list[int]] = {}
-    dtypes: dict[str, str] = {}
+def tensor_headers(files: Sequence[Path]) -> dict[str, tuple[Path, list[int], str]]:
+    """Of every tensor in safetensors files: its file, shape and dtype ("BF16"). Raises ModelDirectoryError
+    for a damaged file."""
+    found = {}
     for path in files:
         try:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():
                     header = file.get_slice(name)
-                    shapes[name], dtypes[name] = header.get_shape(), header.get_dtype()
+                    found[name] = path, header.get_shape(), header.get_dtype()
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
+    return found
+
+
+def check_tensors(
+    folder: Path, plan: Mapping[str, PublicTensor], ours: Mapping[str, Tensor], files: Sequence[Path]
+) -> dict[str, torch.dtype]:
+    """Compare the files' headers with the plan; returns the stored dtype of every tensor."""
+    headers = tensor_headers(files)
+    shapes = {name: shape for name, (_, shape, _) in headers.items()}
+    dtypes = {name: dtype for name, (_, _, dtype) in headers.items()}
 
     # Every name, shape and dtype from the headers alone, before memory is taken.
     wrong = ""

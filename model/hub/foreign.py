@@ -1,0 +1,305 @@
+"""Checkpoints of others: what their configuration says in our words, and where each of our tensors lies in
+their files.
+
+    read = Foreign(folder)      read.text, read.vision: what it has      read.find(name): a public tensor
+
+Names of public Kimi checkpoints are ours (folder.py); what differs by family:
+
+| family (`model_type`) | taken | differs |
+|---|---|---|
+| kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
+| kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
+| kimi_k25 around kimi_linear | text, tower, projector | transformers: `blocks` for `layers` |
+| siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
+
+Nothing is unpickled, no code from a folder is run, and one tensor is read at a time. What a configuration
+asks for that our model does not compute is refused, never dropped.
+
+Sources: published config.json files and modelling code; the weight conversion maps of transformers 5.23.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import safe_open
+from torch import Tensor
+
+from earlyfusion.kernels.files import Record
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.hub.config import MODEL_TYPE, ModelDirectoryError, load_config, read_json
+from earlyfusion.model.hub.folder import tensor_headers, weight_files
+from earlyfusion.vision.config import VisionConfig
+
+TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "mm_projector."
+
+# Key of a kimi_linear configuration -> the only value that our model computes.
+FIXED: Record = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "use_grouped_topk": (True, False),
+    "num_nextn_predict_layers": 0,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+# Keys that say nothing about what is computed, or only what others say already.
+IDLE = set(
+    (
+        "architectures auto_map dtype torch_dtype transformers_version use_cache model_type model_max_length"
+        " max_position_embeddings initializer_range pretraining_tp head_dim qk_head_dim num_key_value_heads"
+        " layer_types mlp_layer_types linear_attn_config linear_conv_kernel_dim linear_head_dim"
+        " linear_num_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim"
+        " linear_value_head_dim rope_theta return_dict output_hidden_states output_attentions"
+        " is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type _name_or_path"
+        " _attn_implementation_autoset attn_implementation"
+    ).split()
+)
+OWN = ("num_experts_per_tok", "num_experts_per_token")
+VISION_KEYS = {
+    # theirs -> ours; both generations of names
+    "hidden_size": "hidden_size",
+    "vt_hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "vt_num_attention_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "vt_intermediate_size": "intermediate_size",
+    "patch_size": "patch_size",
+    "init_pos_emb_height": "pos_emb_height",
+    "pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+    "pos_emb_time": "pos_emb_time",
+    "projector_ln_eps": "projector_ln_eps",
+}
+
+
+def refuse(path: Path, what: str) -> ModelDirectoryError:
+    return ModelDirectoryError(f"{path}: {what}")
+
+
+def text_config(path: Path, raw: Record) -> ModelConfig:
+    """A kimi_linear configuration in our words. Raises ModelDirectoryError for anything that our decoder does
+    not compute."""
+    known = set(ModelConfig.model_fields) - {"linear_attn_config", "initializer_range"}
+    values = {key: value for key, value in raw.items() if key in known and value is not None}
+    values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
+    for key, fixed in FIXED.items():
+        allowed = fixed if isinstance(fixed, tuple) else (fixed,)
+        if key in raw and raw[key] not in (*allowed, None):
+            raise refuse(path, f"{key} is {raw[key]!r}; the decoder here computes {fixed!r} alone")
+    strange = set(raw) - known - set(FIXED) - IDLE - set(OWN)
+    if strange := {key for key in strange if raw[key] not in (None, False)}:
+        raise refuse(path, f"keys that are not known: {sorted(strange)}; what they ask for might be lost")
+    heads = raw.get("num_key_value_heads")
+    if heads is not None and heads != raw.get("num_attention_heads"):
+        raise refuse(path, f"num_key_value_heads is {heads}; MLA here has as many as num_attention_heads")
+
+    linear = dict(raw.get("linear_attn_config") or {})
+    if "layer_types" in raw:
+        kinds = list(enumerate(raw["layer_types"], 1))
+        full = [index for index, kind in kinds if kind == "full_attention"]
+        kda = [index for index, kind in kinds if kind != "full_attention"]
+        if linear.get("full_attn_layers", full) != full:
+            raise refuse(path, "layer_types and linear_attn_config.full_attn_layers disagree")
+        linear |= {"full_attn_layers": full, "kda_layers": kda}
+    for theirs, ours in (
+        ("linear_head_dim", "head_dim"),
+        ("linear_num_heads", "num_heads"),
+        ("linear_conv_kernel_dim", "short_conv_kernel_size"),
+    ):
+        if theirs in raw:
+            linear.setdefault(ours, raw[theirs])
+    # The class default of transformers puts MLA elsewhere than the checkpoint has it.
+    if not linear.get("full_attn_layers") and not linear.get("kda_layers"):
+        raise refuse(path, "says nowhere which layers are MLA (layer_types, or linear_attn_config)")
+    if "mlp_layer_types" in raw:
+        sparse = [kind == "sparse" for kind in raw["mlp_layer_types"]]
+        first = sparse.index(True) if True in sparse else len(sparse)
+        if not all(sparse[first:]):
+            raise refuse(path, "mlp_layer_types: dense layers stand between those with experts")
+        values |= {"first_k_dense_replace": first, "moe_layer_freq": 1}
+    try:
+        # RMSNorm of the latents has an epsilon of its own, which no configuration names.
+        return ModelConfig(**values, linear_attn_config=linear)
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        where = ".".join(map(str, first_error["loc"]))
+        raise refuse(path, f"{where}: {first_error['msg']}") from None
+
+
+def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
+    """A tower's configuration in our words. Raises ModelDirectoryError."""
+    values = {ours: raw[theirs] for theirs, ours in VISION_KEYS.items() if raw.get(theirs) is not None}
+    if family.startswith("siglip"):
+        side = raw.get("image_size", 224) // raw.get("patch_size", 16)
+        values |= {"norm_eps": raw.get("layer_norm_eps", 1e-6), "pos_emb_height": side, "pos_emb_width": side}
+        values |= {"pos_emb_time": 1}
+    merge = raw.get("merge_kernel_size") or (2, 2)
+    values["merge_kernel_size"] = tuple(merge) if isinstance(merge, list | tuple) else (merge, merge)
+    if "hidden_size" in values and "num_attention_heads" in values:
+        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    preset = "moonvit3d" if family == "kimi_k25" else "moonvit"
+    try:
+        return VisionConfig.preset(preset, **values)
+    except ValidationError as error:
+        first_error = error.errors()[0]
+        where = ".".join(map(str, first_error["loc"]))
+        raise refuse(path, f"vision_config.{where}: {first_error['msg']}") from None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a public tensor lies: names in the files, and how it is made of them."""
+
+    names: tuple[str, ...]
+    make: Callable[..., Tensor] = lambda tensor: tensor
+
+
+def stacked(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+SIGLIP = (
+    (r"patch_embed\.proj\.(weight|bias)", r"embeddings.patch_embedding.\1"),
+    (r"encoder\.final_layernorm\.(weight|bias)", r"post_layernorm.\1"),
+    (r"encoder\.blocks\.(\d+)\.norm0\.(weight|bias)", r"encoder.layers.\1.layer_norm1.\2"),
+    (r"encoder\.blocks\.(\d+)\.norm1\.(weight|bias)", r"encoder.layers.\1.layer_norm2.\2"),
+    (r"encoder\.blocks\.(\d+)\.wo\.(weight|bias)", r"encoder.layers.\1.self_attn.out_proj.\2"),
+    (r"encoder\.blocks\.(\d+)\.mlp\.fc0\.(weight|bias)", r"encoder.layers.\1.mlp.fc1.\2"),
+    (r"encoder\.blocks\.(\d+)\.mlp\.fc1\.(weight|bias)", r"encoder.layers.\1.mlp.fc2.\2"),
+)
+
+
+class Foreign:
+    """A checkpoint of others in `folder`. Raises ModelDirectoryError for one that is none, or of a family
+    that is not known."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "config.json"
+        if not path.is_file():
+            raise refuse(self.folder, "no config.json; give a checkpoint's folder")
+        self.raw = read_json(path)
+        self.family = str(self.raw.get("model_type"))
+        text = self.raw.get("text_config") if isinstance(self.raw.get("text_config"), dict) else None
+        text = self.raw if self.family == "kimi_linear" else text
+        vision = self.raw.get("vision_config")
+        self.text: ModelConfig | None = None
+        self.vision: VisionConfig | None = None
+        if self.family == MODEL_TYPE:
+            ours = load_config(self.folder)
+            self.text, self.vision = ours.text, ours.vision
+        elif text is not None and text.get("model_type", "kimi_linear") == "kimi_linear":
+            self.text = text_config(path, {"tie_word_embeddings": False} | text)
+        if self.vision is None and isinstance(vision, dict):
+            self.vision = vision_config(path, self.family, vision | _projector(self.raw))
+        elif self.family == "siglip_vision_model":
+            self.vision = vision_config(path, self.family, self.raw)
+        if self.text is None and self.vision is None:
+            known = "kimi_linear, kimi_k25, kimi_vl, siglip, siglip_vision_model"
+            raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}")
+        self.shapes = self._headers()
+        self.used: set[str] = set()
+        """Names in the files that have been asked for."""
+        self._open: tuple[Path, Any] | None = None
+
+    def _headers(self) -> dict[str, tuple[Path, list[int], str]]:
+        pickled = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in self.folder.glob(kind)]
+        if pickled and not any(self.folder.glob("*.safetensors")):
+            raise refuse(
+                self.folder,
+                f"{pickled[0]} is a pickle, which can run code when it is read; convert it to safetensors",
+            )
+        return tensor_headers(weight_files(self.folder))
+
+    @property
+    def has_projector(self) -> bool:
+        return any("projector." in name for name in self.shapes)
+
+    def find(self, public: str) -> Found | None:
+        """Where a tensor of ours, by its public name, lies; None where it is not there."""
+        for found in self._ways(public):
+            if all(name in self.shapes for name in found.names):
+                self.used.update(found.names)
+                return found
+        return None
+
+    def _ways(self, public: str) -> Iterator[Found]:
+        if public.startswith(TEXT):
+            bare = public.removeprefix(TEXT)
+            for name in (public, bare):
+                yield Found((name,))
+                # transformers: layers of the text model of kimi_k25 are written as blocks,
+                # dense feed-forwards as if they were experts.
+                for layers in (name, name.replace(".layers.", ".blocks.")):
+                    yield Found((layers,))
+                    yield Found((layers.replace(".mlp.", ".block_sparse_moe."),))
+        elif self.family.startswith("siglip"):
+            yield from self._siglip(public)
+        else:
+            yield Found((public,))
+            linear = public.replace(".proj.0.", ".linear_1.").replace(".proj.2.", ".linear_2.")
+            yield Found((linear.replace(PROJECTOR, "multi_modal_projector."),))
+            # MoonViT by itself has no prefix.
+            yield Found((public.removeprefix(TOWER),))
+
+    def _siglip(self, public: str) -> Iterator[Found]:
+        name = public.removeprefix(TOWER)
+        # With and without the name of the whole, as releases and newer versions of transformers have it.
+        for root in ("vision_model.", ""):
+            for ours, theirs in SIGLIP:
+                if re.fullmatch(ours, name):
+                    yield Found((root + re.sub(ours, theirs, name),))
+            if match := re.fullmatch(r"encoder\.blocks\.(\d+)\.wqkv\.(weight|bias)", name):
+                layer = f"{root}encoder.layers.{match[1]}.self_attn."
+                yield Found(tuple(f"{layer}{one}_proj.{match[2]}" for one in "qkv"), stacked)
+            if name == "patch_embed.pos_emb.weight":
+                yield Found((f"{root}embeddings.position_embedding.weight",))
+
+    def left(self, parts: Sequence[str]) -> list[str]:
+        """Tensors of these parts (TEXT, TOWER, PROJECTOR) that nobody has asked for."""
+        return [name for name in self.shapes if name not in self.used and self._part(name) in parts]
+
+    def _part(self, name: str) -> str:
+        """Of a tensor in the files: the part of the model that it belongs to; "" for none of ours."""
+        if "rotary_emb" in name or "position_ids" in name:
+            return ""
+        if name.startswith(("mm_projector.", "multi_modal_projector.")):
+            return PROJECTOR
+        if self.family.startswith("siglip"):
+            # The pooling head and the text side are of another use.
+            inside = name.removeprefix("vision_model.")
+            return TOWER if inside.startswith(("embeddings.", "encoder.", "post_layernorm.")) else ""
+        if name.startswith(("vision_tower.", "patch_embed.", "encoder.")):
+            return TOWER
+        return TEXT
+
+    def tensor(self, found: Found) -> Tensor:
+        """The tensor itself."""
+        return found.make(*(self._read(name) for name in found.names))
+
+    def _read(self, name: str) -> Tensor:
+        path = self.shapes[name][0]
+        # One file is open at a time: its pages count as memory.
+        if self._open is None or self._open[0] != path:
+            self._open = path, safe_open(str(path), framework="pt").__enter__()
+        tensor: Tensor = self._open[1].get_tensor(name)
+        return tensor
+
+
+def _projector(raw: Record) -> Record:
+    """What the top of a configuration says about the projector."""
+    return {key: raw[key] for key in ("projector_ln_eps",) if key in raw}
