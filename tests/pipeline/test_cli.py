@@ -165,6 +165,10 @@ plan
 plan nosuch
 plan nano --model.hidden_size seven
 doctor --device tpu
+import
+import NONE
+import FILE --to FILE
+import NONE --to FILE
 export
 export NONE
 export FILE --to FILE
