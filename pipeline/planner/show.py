@@ -104,7 +104,9 @@ def show(
     console.print(f"plan: {world} x {machine.name}, {plan.sizes}{recompute}", soft_wrap=True)
     print_table(memory_table(plan, machine), console)
     print_table(traffic_table(plan, machine), console)
-    print_table(time_table(plan, factor, source), console)
+    print_table(time_table(plan, factor), console)
+    # A line of its own: a title would be cut where a path is long.
+    console.print(f"times: {source}", soft_wrap=True)
     if plan.sizes.dp_shard * plan.sizes.cp > 1:
         print_table(owner_table(config, model, plan.sizes), console)
 
@@ -145,9 +147,9 @@ def traffic_table(plan: Estimate, machine: Hardware) -> Table:
     return table
 
 
-def time_table(plan: Estimate, factor: float, source: str) -> Table:
+def time_table(plan: Estimate, factor: float) -> Table:
     """A step of every stage."""
-    table = Table(title=f"a step ({source})", title_justify="left")
+    table = Table(title="a step", title_justify="left")
     columns = "stage,passes s,bubble,optimizer s,step s,MFU,decoder FLOPs,vision FLOPs,tokens/s,time"
     for column in columns.split(","):
         table.add_column(column, justify="left" if column == "stage" else "right")
