@@ -217,7 +217,8 @@ class Import:
         """What came from where."""
         table = Table(title="imported", title_justify="left")
         for column in ("part", "from", "tensors", "parameters"):
-            table.add_column(column, overflow="fold", justify="right" if column in ("tensors", "parameters") else "left")
+            number = column in ("tensors", "parameters")
+            table.add_column(column, overflow="fold", justify="right" if number else "left")
         tensors: Counter[str] = Counter()
         parameters: Counter[str] = Counter()
         for item in items:
