@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.model.engine.cpu import free_memory
 from earlyfusion.pipeline.step import PEAKS, measured_peak
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may take: the rest is the CUDA context's, NCCL's and fragments."""
 GB = 1e9
+NODE = 8
+"""GPUs of a node."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Hardware:
     node_bytes_s: float
     net_bytes_s: float
     memory: float
-    node: int = 8
+    node: int = NODE
     launch_s: float = 4e-6
     gpu: bool = True
 
@@ -70,9 +73,8 @@ def this_cpu(size: int = 1 << 24, seconds: float = 0.2) -> Hardware:
         out.copy_(given)
         best = min(best, time.perf_counter() - start)
     copied = 2 * given.nbytes / best
-    with open("/proc/meminfo") as file:
-        memory = int(file.readline().split()[1]) * 1024
-    return Hardware("CPU", peak, peak, copied, copied / 4, copied / 4, memory, launch_s=5e-6, gpu=False)
+    links = copied / 4, copied / 4
+    return Hardware("CPU", peak, peak, copied, *links, free_memory(), launch_s=5e-6, gpu=False)
 
 
 @dataclass

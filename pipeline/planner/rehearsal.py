@@ -141,9 +141,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Bytes of one rank. peak: the most, of which the other fields are parts but for `step`, the most while
-    the optimizer steps; sent: (operation, group) -> bytes of one step. compute_s, step_s: seconds of a
-    micro-batch's passes, and of the optimizer, on `micro_batches` of which a step consists."""
+    """Bytes of one rank. peak: the most, of which the fields before it are parts; micro_batches: of a step;
+    compute_s: seconds of the passes of one of them; step_s: of the optimizer; sent: (operation, group) ->
+    bytes of one step."""
 
     weights: int
     gradients: int
@@ -266,6 +266,7 @@ class Rehearsal:
         self.model = model
         model.recompute(config.train.recompute)
         self.micro_batches = max(1, stage.lanes // self.layout.data_world)
+        self.route: Any = None
         self.batch = self.own_part(patches)
 
     def autocast(self) -> torch.autocast:
@@ -279,14 +280,12 @@ class Rehearsal:
         vision, pad = self.config.vision, self.config.model.pad_token_id
         cost = VisionCost.from_config(vision)
         group = layout.mesh["cp"].get_group()
-        self.route: Any = None
         part, self.route = cut(whole, layout.cp_rank, group, pad, cost, vision.merge_kernel_size)
         return part
 
     def passes(self, count: int) -> None:
         """Forward and backward of so many micro-batches."""
-        batch = self.batch
-        route = getattr(self, "route", None)
+        batch, route = self.batch, self.route
         if isinstance(self.pipeline, Pipeline):
             self.pipeline.step([batch] * count, [route] * count, torch.ones(()))
             return
@@ -326,7 +325,6 @@ class Rehearsal:
             if isinstance(value, Tensor)
         )
         at_step, stepping, step_s = memory.peak, dict(traffic.bytes), clock.seconds
-        memory.start()
         # With one micro-batch a step gradients are made anew, with more they are there.
         if self.micro_batches == warm:
             self.optimizer.zero_grad(set_to_none=True)
@@ -357,7 +355,7 @@ def rehearse(
     rank: int = 0,
 ) -> Rehearsed:
     """Memory and traffic of one rank of a plan in a step of `stage`. build: makes the model on the meta
-    device; patches: of the pictures of a micro-batch; gpu: whose kernels."""
+    device; patches: of the pictures of a micro-batch."""
     memory, clock = Memory(), Clock(machine)
     with alone(rank, sizes.world):
         made = Rehearsal(config, build(), sizes, rank, machine.gpu, stage, patches)

@@ -13,13 +13,11 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.parallel.mesh import Sizes, check_encoder, check_model, check_stage, sizes_of
 from earlyfusion.pipeline.planner.estimate import Estimate, StageEstimate, estimate_stage
-from earlyfusion.pipeline.planner.hardware import USABLE, Hardware
+from earlyfusion.pipeline.planner.hardware import NODE, USABLE, Hardware
 
 FP32 = 4  # bytes
 LITTLE = 0.25
 """Share of a GPU's memory up to which replicas are the plan that is proposed."""
-NODE = 8
-"""Ranks that experts are shared by first."""
 FEW = 4
 """Layers of an AttnRes block up to which its activations are fewer than the inputs of all layers."""
 TRIES = 12
@@ -75,7 +73,7 @@ def candidates(config: RunConfig, gpus: int, start: Sizes) -> Iterator[Sizes]:
             except UserError:
                 continue
             found.append(sizes)
-    near = min(gpus, 8)
+    near = min(gpus, NODE)
 
     def distance(sizes: Sizes) -> tuple[int, ...]:
         far = max(start.dp_shard, near)
@@ -96,10 +94,9 @@ def largest_divisor(experts: int, ranks: int) -> int:
     return next((n for n in range(min(experts, ranks), 0, -1) if experts % n == 0 and ranks % n == 0), 1)
 
 
-def state_bytes(parameters: int, experts: int, sizes: Sizes) -> float:
+def state_bytes(parameters: int, sizes: Sizes) -> float:
     """Weights, gradients and momentum of a rank, at least: a plan that cannot hold these is not rehearsed."""
-    shared = (parameters - experts) / (sizes.dp_shard * sizes.cp) + experts / (sizes.dp_shard * sizes.cp)
-    return 12.0 * shared / sizes.pp
+    return 3.0 * FP32 * parameters / (sizes.dp_shard * sizes.cp * sizes.pp)
 
 
 def estimate(
@@ -147,13 +144,11 @@ def nearest(
 ) -> Estimate | None:
     """The first plan near `start` that fits; None where none of those tried does."""
     most = USABLE * machine.memory
-    model = build()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    parameters = sum(parameter.numel() for parameter in build().parameters())
     way = recomputing(config)
     tried = [start] if start.recompute == way.train.recompute else []
     for sizes in candidates(config, gpus, start.sizes):
-        if state_bytes(parameters, experts, sizes) > most or any(hopeless(sizes, one, most) for one in tried):
+        if state_bytes(parameters, sizes) > most or any(hopeless(sizes, one, most) for one in tried):
             continue
         if len(tried) > TRIES:
             return None

@@ -22,6 +22,7 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.build import meta_model
+from earlyfusion.pipeline.checkpoint import FOLDER, latest, load_tree
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.figures import percent, scaled
@@ -219,16 +220,14 @@ def measured_over_predicted(run: str, machine: Hardware, progress: partial[None]
     records = [r for r in read_metrics(folder / "metrics.jsonl", "train") if r.get("step_s")]
     if not records:
         raise UserError(f"--calibrate {run}: no measured step in metrics.jsonl; let it run longer")
+    if (newest := latest(folder / FOLDER)) is None:
+        raise UserError(f"--calibrate {run}: no checkpoint there, which says how many processes it had")
+    world = load_tree(newest / "run")["world"]
     config = load_config([str(folder / "recipe.toml")])
     patches = statistics.mean(r["patches"] / r["step"] for r in records[-1:])
     build = partial(meta_model, config)
-    sizes = asked(config, world_of(config), machine, build)
+    sizes = asked(config, world, machine, build)
     first = config.model_copy(update={"stages": config.stages[:1]})
     lanes = config.stages[0].lanes
     predicted = estimate(first, build, sizes, machine, int(patches / lanes), progress).stages[0].step_s
     return statistics.median(r["step_s"] for r in records) / predicted
-
-
-def world_of(config: RunConfig) -> int:
-    section = config.parallel
-    return section.pp * section.cp * section.dp_shard * (section.dp_replicate or 1)

@@ -39,9 +39,8 @@ OPS = (
     "linear_cross_entropy",
 )
 FP32 = 4  # bytes
-LOGITS = {True: 2048, False: 32}
-"""Rows of logits that stand in memory at once, on a GPU and (at least) on a CPU."""
-
+LOGITS = 2048
+"""Rows of logits that stand in memory at once on a GPU."""
 
 SHARES = {
     True: {"kda": (0.06, 0.04), "attention": (0.5, 0.4), "moe": (0.45, 0.37), "loss": (0.47, 1.0)},
@@ -237,7 +236,7 @@ def linear_cross_entropy(
     """kernels/loss: both gradients are made in the forward pass, logits of some rows at a time."""
     dtype = compute_dtype(h_TD, weight_WD)
     wide = accumulate_dtype(dtype)
-    rows = LOGITS[TARGET.gpu] if TARGET.gpu else min(len(h_TD), max(32, (1 << 20) // len(weight_WD)))
+    rows = LOGITS if TARGET.gpu else min(len(h_TD), max(32, (1 << 20) // len(weight_WD)))
     cast = weight_WD.numel() * dtype.itemsize if dtype != weight_WD.dtype else 0
     logits = rows * len(weight_WD) * (wide.itemsize + dtype.itemsize)
     keep = h_TD.numel() * h_TD.element_size() + weight_WD.numel() * wide.itemsize
