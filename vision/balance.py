@@ -187,18 +187,19 @@ def _with_shares(
         return cost.of([grid]) > even and num_patches(grid) >= ranks * LEAST_SHARE
 
     rest = exchange([[grid for grid in row if not large(grid)] for row in grids], cost, merge, max_patches)
+    each = sum(cost.of([grid]) for row in grids for grid in row if large(grid)) / ranks
     rows, owners = [], []
     for row, dealt in zip(grids, rest.owner):
         # Every picture in its place, a large one as its shares.
-        taken, pieces = iter(dealt), list[Grid | Share]()
-        owner = list[int]()
+        taken = iter(dealt)
+        placed: list[tuple[Grid | Share, int]] = []
         for grid in row:
-            parts = [Share(grid, rank, ranks) for rank in range(ranks)] if large(grid) else [grid]
-            pieces += parts
-            owner += range(ranks) if large(grid) else [next(taken)]
-        rows.append(tuple(pieces))
-        owners.append(tuple(owner))
-    each = sum(cost.of([grid]) for row in grids for grid in row if large(grid)) / ranks
+            if large(grid):
+                placed += [(Share(grid, rank, ranks), rank) for rank in range(ranks)]
+            else:
+                placed.append((grid, next(taken)))
+        rows.append(tuple(item for item, _ in placed))
+        owners.append(tuple(rank for _, rank in placed))
     return Exchange(tuple(rows), tuple(owners), merge, tuple(work + each for work in rest.work))
 
 
@@ -288,15 +289,16 @@ class Route:
 
     def _by_token(self, patches: Tensor) -> Tensor:
         """Patches with those of shared pictures token by token."""
+        own = self.plan.grids[self.rank]
+        if not any(isinstance(grid, Share) for grid in own):
+            return patches
         order, start = [], 0
-        for grid in self.plan.grids[self.rank]:
+        for grid in own:
             if not isinstance(grid, Share):
                 order.append(np.arange(start, start + num_patches(grid)))
             elif grid.rank == 0:
                 order.append(start + by_token(grid.grid, self.plan.merge))
             start += self.plan.patches_of(grid)
-        if start == 0 or not any(isinstance(grid, Share) for grid in self.plan.grids[self.rank]):
-            return patches
         return patches.index_select(0, torch.from_numpy(np.concatenate(order)).to(patches.device))
 
     def bring_home(self, features: Tensor) -> Tensor:
