@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
@@ -33,11 +32,11 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import (
     DTYPES,
-    LISTED,
     PublicTensor,
     cast,
     check_tensors,
     public_tensors,
+    some,
     weight_files,
     write_model,
 )
@@ -48,6 +47,7 @@ from earlyfusion.vision.encoder import Projector, build_tower
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 REPORT = "import.json"
 MEGABYTE = 1 << 20
+SAID = 1000  # tensors from one line of progress to the next
 
 
 class ImportOptions(Options):
@@ -110,6 +110,7 @@ class Import:
         self.own = self.model.state_dict()
         self.found: dict[str, tuple[Foreign, Found]] = {}
         self.fresh: dict[str, Tensor] = {}
+        self.done = 0
         stored = next((d for name, (_, _, d) in text.shapes.items() if name.endswith(VOCABULARY[0])), "F32")
         self.dtype = DTYPES.get(stored, torch.float32)
         cast(self.model, self.dtype)
@@ -175,6 +176,9 @@ class Import:
 
     def read(self, item: PublicTensor) -> Tensor:
         """The values of a public tensor."""
+        self.done += 1
+        if self.done % SAID == 0:
+            print(f"{self.done:,} tensors, now {item.name}", file=sys.stderr, flush=True)
         if item.name not in self.found:
             return self.fresh[item.name].to(self.dtype)
         source, found = self.found[item.name]
@@ -198,10 +202,9 @@ class Import:
             write_json(work / REPORT, report)
 
         items = list(public_tensors(self.model.state_dict().items()))
-        told = Progress(len(items))
         notes = [f"{part}*: {place}" for part, place in self.parts.items()]
         facts = {"name": to.name, "base": self.parts[TEXT], "notes": notes}
-        write_model(work, self.model, tokens, facts, told.counted(self.read), shard_bytes)
+        write_model(work, self.model, tokens, facts, self.read, shard_bytes)
         plan = {item.name: item for item in items}
         check_tensors(work, plan, self.own, weight_files(work))
         os.replace(work, to)
@@ -245,24 +248,3 @@ def misfit(item: PublicTensor, source: Foreign, found: Found, shape: list[int], 
     if flat or [n for n in given if n != 1] == [n for n in shape if n != 1]:
         return ""
     return f"{found.names[0]} {given}, expected {shape}"
-
-
-def some(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-class Progress:
-    """Says now and then how many tensors have been written."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-
-    def counted(self, read: Callable[[PublicTensor], Tensor]) -> Callable[[PublicTensor], Tensor]:
-        def watched(item: PublicTensor) -> Tensor:
-            self.done += 1
-            if self.done % 1000 == 0:
-                print(f"{self.done:,} of {self.total:,} tensors", file=sys.stderr, flush=True)
-            return read(item)
-
-        return watched

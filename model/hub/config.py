@@ -98,13 +98,18 @@ def load_config(directory: str | Path) -> FusionConfig:
             vision["projector_ln_eps"] = vision["norm_eps"]
         return FusionConfig(**parts)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ModelDirectoryError(f"{path}: {where}: {first['msg']} (given {first['input']!r:.60})") from None
+        raise ModelDirectoryError(f"{path}: {fault(error)}") from None
     except (KeyError, TypeError) as error:
         raise ModelDirectoryError(
             f"{path}: damaged ({type(error).__name__}: {error!s:.200}); copy the directory again"
         ) from None
+
+
+def fault(error: ValidationError) -> str:
+    """The first thing that is wrong with a configuration: where, what, and what was given."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']} (given {first['input']!r:.60})"
 
 
 def json_files(config: FusionConfig, dtype: str) -> dict[str, Record]:

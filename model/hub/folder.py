@@ -291,7 +291,7 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelDirectoryError(
-            f"{folder}: weight file(s) missing: {_some(missing)}; copy the directory again"
+            f"{folder}: weight file(s) missing: {some(missing)}; copy the directory again"
         )
     return [folder / name for name in names]
 
@@ -324,9 +324,9 @@ def check_tensors(
     missing = [name for name in plan if name not in shapes]
     unexpected = [name for name in shapes if name not in plan]
     if missing:
-        wrong = f"{len(missing)} tensor(s) missing from the weights: {_some(missing)}"
+        wrong = f"{len(missing)} tensor(s) missing from the weights: {some(missing)}"
     elif unexpected:
-        wrong = f"{len(unexpected)} tensor(s) that config.json has no place for: {_some(unexpected)}"
+        wrong = f"{len(unexpected)} tensor(s) that config.json has no place for: {some(unexpected)}"
     for name, item in () if wrong else plan.items():
         shape = list(item.view(ours[item.ours]).shape)
         if shapes[name] != shape:
@@ -348,7 +348,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
 

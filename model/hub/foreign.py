@@ -9,7 +9,6 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 |---|---|---|
 | kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
-| kimi_k25 around kimi_linear | text, tower, projector | transformers: `blocks` for `layers` |
 | siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
 
 Nothing is unpickled, no code from a folder is run, and one tensor is read at a time. What a configuration
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.model.hub.config import MODEL_TYPE, ModelDirectoryError, load_config, read_json
+from earlyfusion.model.hub.config import MODEL_TYPE, ModelDirectoryError, fault, load_config, read_json
 from earlyfusion.model.hub.folder import tensor_headers, weight_files
 from earlyfusion.vision.config import VisionConfig
 
@@ -46,7 +45,6 @@ FIXED: Record = {
     "moe_router_activation_func": "sigmoid",
     "num_expert_group": 1,
     "topk_group": 1,
-    "use_grouped_topk": (True, False),
     "num_nextn_predict_layers": 0,
     "output_router_logits": False,
     "rope_scaling": None,
@@ -57,14 +55,37 @@ IDLE = set(
     (
         "architectures auto_map dtype torch_dtype transformers_version use_cache model_type model_max_length"
         " max_position_embeddings initializer_range pretraining_tp head_dim qk_head_dim num_key_value_heads"
-        " layer_types mlp_layer_types linear_attn_config linear_conv_kernel_dim linear_head_dim"
-        " linear_num_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim"
+        " layer_types mlp_layer_types linear_attn_config use_grouped_topk linear_conv_kernel_dim"
+        " linear_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim"
         " linear_value_head_dim rope_theta return_dict output_hidden_states output_attentions"
         " is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type _name_or_path"
         " _attn_implementation_autoset attn_implementation"
     ).split()
 )
 OWN = ("num_experts_per_tok", "num_experts_per_token")
+VISION_FIXED: Record = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "attention_dropout": 0.0,
+    "num_channels": 3,
+    "merge_type": "sd2_tpool",
+    "video_attn_type": "spatial_temporal",
+    "pos_emb_type": "divided_fixed",
+    "mm_projector_type": "patchmerger",
+    "projector_hidden_act": "gelu",
+}
+VISION_IDLE = set(
+    (
+        "image_size layer_norm_eps merge_kernel_size rope_parameters rope_theta mm_hidden_size"
+        " text_hidden_size vision_use_head"
+    ).split()
+)
+# Family -> what its tower is, but for its sizes.
+TOWERS = {
+    "kimi_k25": "moonvit3d",
+    "kimi_vl": "moonvit",
+    "siglip": "moonvit",
+    "siglip_vision_model": "moonvit",
+}
 VISION_KEYS = {
     # theirs -> ours; both generations of names
     "hidden_size": "hidden_size",
@@ -90,19 +111,23 @@ def refuse(path: Path, what: str) -> ModelDirectoryError:
     return ModelDirectoryError(f"{path}: {what}")
 
 
+def lose_nothing(path: Path, raw: Record, fixed: Record, known: set[str]) -> None:
+    """Refuse a configuration that asks for what is not computed here, or for what nobody knows."""
+    for key, value in fixed.items():
+        if raw.get(key) not in (value, None):
+            raise refuse(path, f"{key} is {raw[key]!r}; the model here computes {value!r} alone")
+    strange = {key for key in set(raw) - set(fixed) - known if raw[key] not in (None, False)}
+    if strange:
+        raise refuse(path, f"keys that are not known: {sorted(strange)}; what they ask for might be lost")
+
+
 def text_config(path: Path, raw: Record) -> ModelConfig:
     """A kimi_linear configuration in our words. Raises ModelDirectoryError for anything that our decoder does
     not compute."""
     known = set(ModelConfig.model_fields) - {"linear_attn_config", "initializer_range"}
     values = {key: value for key, value in raw.items() if key in known and value is not None}
     values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
-    for key, fixed in FIXED.items():
-        allowed = fixed if isinstance(fixed, tuple) else (fixed,)
-        if key in raw and raw[key] not in (*allowed, None):
-            raise refuse(path, f"{key} is {raw[key]!r}; the decoder here computes {fixed!r} alone")
-    strange = set(raw) - known - set(FIXED) - IDLE - set(OWN)
-    if strange := {key for key in strange if raw[key] not in (None, False)}:
-        raise refuse(path, f"keys that are not known: {sorted(strange)}; what they ask for might be lost")
+    lose_nothing(path, raw, FIXED, known | IDLE | set(OWN))
     heads = raw.get("num_key_value_heads")
     if heads is not None and heads != raw.get("num_attention_heads"):
         raise refuse(path, f"num_key_value_heads is {heads}; MLA here has as many as num_attention_heads")
@@ -135,14 +160,15 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
         # RMSNorm of the latents has an epsilon of its own, which no configuration names.
         return ModelConfig(**values, linear_attn_config=linear)
     except ValidationError as error:
-        first_error = error.errors()[0]
-        where = ".".join(map(str, first_error["loc"]))
-        raise refuse(path, f"{where}: {first_error['msg']}") from None
+        raise refuse(path, fault(error)) from None
 
 
 def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
     """A tower's configuration in our words. Raises ModelDirectoryError."""
+    lose_nothing(path, raw, VISION_FIXED, set(VISION_KEYS) | VISION_IDLE | IDLE)
     values = {ours: raw[theirs] for theirs, ours in VISION_KEYS.items() if raw.get(theirs) is not None}
+    rope = raw.get("rope_parameters") or raw
+    values |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     if family.startswith("siglip"):
         side = raw.get("image_size", 224) // raw.get("patch_size", 16)
         values |= {"norm_eps": raw.get("layer_norm_eps", 1e-6), "pos_emb_height": side, "pos_emb_width": side}
@@ -151,13 +177,10 @@ def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
     values["merge_kernel_size"] = tuple(merge) if isinstance(merge, list | tuple) else (merge, merge)
     if "hidden_size" in values and "num_attention_heads" in values:
         values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    preset = "moonvit3d" if family == "kimi_k25" else "moonvit"
     try:
-        return VisionConfig.preset(preset, **values)
+        return VisionConfig.preset(TOWERS[family], **values)
     except ValidationError as error:
-        first_error = error.errors()[0]
-        where = ".".join(map(str, first_error["loc"]))
-        raise refuse(path, f"vision_config.{where}: {first_error['msg']}") from None
+        raise refuse(path, f"vision_config.{fault(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -204,7 +227,7 @@ class Foreign:
             self.text, self.vision = ours.text, ours.vision
         elif text is not None and text.get("model_type", "kimi_linear") == "kimi_linear":
             self.text = text_config(path, {"tie_word_embeddings": False} | text)
-        if self.vision is None and isinstance(vision, dict):
+        if self.family in TOWERS and isinstance(vision, dict):
             self.vision = vision_config(path, self.family, vision | _projector(self.raw))
         elif self.family == "siglip_vision_model":
             self.vision = vision_config(path, self.family, self.raw)
@@ -242,11 +265,8 @@ class Foreign:
             bare = public.removeprefix(TEXT)
             for name in (public, bare):
                 yield Found((name,))
-                # transformers: layers of the text model of kimi_k25 are written as blocks,
-                # dense feed-forwards as if they were experts.
-                for layers in (name, name.replace(".layers.", ".blocks.")):
-                    yield Found((layers,))
-                    yield Found((layers.replace(".mlp.", ".block_sparse_moe."),))
+                # transformers writes dense feed-forwards as if they were experts.
+                yield Found((name.replace(".mlp.", ".block_sparse_moe."),))
         elif self.family.startswith("siglip"):
             yield from self._siglip(public)
         else:
@@ -295,7 +315,7 @@ class Foreign:
         path = self.shapes[name][0]
         # One file is open at a time: its pages count as memory.
         if self._open is None or self._open[0] != path:
-            self._open = path, safe_open(str(path), framework="pt").__enter__()
+            self._open = path, safe_open(str(path), framework="pt")
         tensor: Tensor = self._open[1].get_tensor(name)
         return tensor
 

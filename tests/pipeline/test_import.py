@@ -247,6 +247,26 @@ def test_weights_that_do_not_fit_are_named(theirs, change, said, tmp_path, capsy
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+        ({"num_register_tokens": 4}, "num_register_tokens"),
+    ],
+)
+def test_a_tower_that_is_computed_otherwise_is_refused(theirs, towers, change, said, tmp_path, capsys):
+    source = shutil.copytree(towers["kimi_vl"], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    raw["vision_config"] |= change
+    (source / "config.json").write_text(json.dumps(raw))
+    words = (theirs["plain"][1], "--tower", source, "--to", tmp_path / "ours")
+    assert imported(*words) == EXIT_USER and said in capsys.readouterr().err
+    raw["vision_config"].pop(*change)
+    (source / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k3"}))
+    assert imported(*words) == EXIT_USER and "model_type 'kimi_k3'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_a_directory_that_is_there_stays_as_it_is(theirs, tmp_path, capsys):
     (tmp_path / "ours").mkdir()
     assert imported(theirs["plain"][1], "--to", tmp_path / "ours") == EXIT_USER
