@@ -64,6 +64,7 @@ from earlyfusion.model.hub.config import (
 
 Facts = Mapping[str, Any]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CARD_FILE = "README.md"
 LISTED = 8  # names an error message spells out
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -132,7 +133,7 @@ def save_model(
     own = model.state_dict()
     find = own.__getitem__ if read is None else read
     directory = Path(directory)
-    with _fresh_directory(directory) as folder:
+    with fresh_directory(directory) as folder:
         write_model(
             folder, model, tokenizer, facts or {}, lambda item: item.view(find(item.ours)), max_shard_bytes
         )
@@ -149,18 +150,22 @@ def write_model(
 ) -> None:
     """Write all files of a model directory into a folder; shards of weights that lie there whole stay as they
     are. read: a public tensor -> its values."""
+    tensors = model.state_dict()
+    write_files(folder, model, tokenizer, facts)
+    write_weights(folder, tensors, public_tensors(tensors.items()), max_shard_bytes, read)
+
+
+def write_files(folder: Path, model: NativeFusion, tokenizer: Any, facts: Facts) -> None:
+    """Write what stands beside the weights of a model directory."""
     config = model.config
     tokenizer.save(folder)
     check_vocabulary(folder, config)
-    _write_weights(folder, model.state_dict(), max_shard_bytes, read)
     dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
     for name, content in json_files(config, dtype).items():
         write_json(folder / name, content, indent=2)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    card = folder / "README.md"
+    card = folder / CARD_FILE
     card.write_text(model_card(config, facts, parameters), encoding="utf-8")
-    for file in folder.iterdir():  # safetensors writes 600, whatever the umask
-        shutil.copymode(card, file)
 
 
 def load_model(
@@ -204,7 +209,7 @@ def load_model(
 
 
 @contextmanager
-def _fresh_directory(target: Path) -> Iterator[Path]:
+def fresh_directory(target: Path) -> Iterator[Path]:
     """A temporary sibling of `target` that takes its name when the block ends well and vanishes when it does
     not."""
     if target.is_symlink() or target.is_file():
@@ -232,16 +237,19 @@ def _fresh_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(
+def write_weights(
     folder: Path,
     tensors: Mapping[str, Tensor],
+    items: Iterable[PublicTensor],
     max_shard_bytes: int,
     read: Callable[[PublicTensor], Tensor],
 ) -> None:
+    """Write these parts of our tensors (which may be on the meta device) under their public names, and an
+    index where one file does not hold them."""
     # Shards are filled one after another; a tensor larger than a shard has one of its own.
     shards: list[list[PublicTensor]] = [[]]
     filled = total = 0
-    for item in public_tensors(tensors.items()):
+    for item in items:
         # Public tensors are parts of ours: a shard may end between two experts.
         size = item.view(tensors[item.ours]).nbytes
         if shards[-1] and filled + size > max_shard_bytes:
@@ -265,6 +273,8 @@ def _write_weights(
         try:
             # Under its name a shard is whole.
             save_file(content, str(folder / f".{name}"), metadata={"format": "pt"})
+            # safetensors writes 600, whatever the umask.
+            shutil.copymode(folder / CARD_FILE, folder / f".{name}")
             os.replace(folder / f".{name}", folder / name)
         except SafetensorError as error:
             raise ModelDirectoryError(

@@ -1,0 +1,267 @@
+"""Our models in the words of others: the files beside the weights, and the names of the weights.
+
+| format | read by | holds |
+|---|---|---|
+| earlyfusion | earlyfusion; transformers with trust_remote_code, by the code that travels along | everything |
+| kimi_linear | transformers' KimiLinear, vLLM's Kimi-Linear loader | the text model |
+| kimi_k25 | transformers' Kimi_K25ForConditionalGeneration | everything |
+
+The two foreign formats compute less than our models can: what they would leave out without a word is refused
+by name. Source: transformers 5.24, models/kimi_linear and models/kimi_k25.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import ModelCard
+from pydantic import BaseModel
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from earlyfusion.kernels.files import Record, write_atomic, write_json
+from earlyfusion.model.config import FusionConfig, ModelConfig
+from earlyfusion.model.hub.config import ModelDirectoryError, json_files, read_json
+from earlyfusion.model.hub.folder import PublicTensor
+from earlyfusion.vision.config import VisionConfig
+
+PORTABLE = Path(__file__).parent / "portable"
+MODULES = ("configuration_earlyfusion", "modeling_earlyfusion", "processing_earlyfusion")
+MODEL, CONFIG, PROCESSOR = (
+    "modeling_earlyfusion.EarlyFusionForConditionalGeneration",
+    "configuration_earlyfusion.EarlyFusionConfig",
+    "processing_earlyfusion.EarlyFusionProcessor",
+)
+HEAD = "language_model.lm_head.weight"
+
+# Sizes that the foreign configurations name as ours does.
+TEXT_KEYS = tuple(
+    "vocab_size hidden_size num_hidden_layers intermediate_size rms_norm_eps initializer_range bos_token_id"
+    " eos_token_id pad_token_id num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim"
+    " qk_rope_head_dim v_head_dim num_experts num_experts_per_token num_shared_experts"
+    " moe_intermediate_size first_k_dense_replace moe_renormalize routed_scaling_factor".split()
+)
+# Fields that say how a model is trained, or that are written in other words.
+OTHER_TEXT = {
+    "tie_word_embeddings",
+    "router_balance",
+    "router_bias_update_rate",
+    "linear_attn_config",
+    "attn_res_block_size",
+}
+LINEAR_KEYS = ("num_heads", "head_dim", "short_conv_kernel_size")
+VISION_KEYS = tuple(
+    "patch_size hidden_size num_hidden_layers num_attention_heads intermediate_size pos_emb_height"
+    " pos_emb_width pos_emb_time merge_kernel_size".split()
+)
+# Limits of the preparation stand in a file of their own; theta among the RoPE parameters.
+OTHER_VISION = {
+    "max_patches_per_side",
+    "in_patch_limit",
+    "in_patch_limit_each_frame",
+    "alpha_background",
+    "head_dim",
+    "initializer_range",
+    "projector_ln_eps",
+    "rope_theta",
+}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A format. files: what it has in place of files of a model directory, by name; prefix: of the tensors
+    that it takes, which their names there lack; untied: its head is always a matrix of its own."""
+
+    files: Callable[[FusionConfig, str], dict[str, Record]]
+    prefix: str = ""
+    untied: bool = True
+
+    def tensors(self, config: FusionConfig, items: Iterable[PublicTensor]) -> dict[str, PublicTensor]:
+        """Of our tensors those that the format takes, by their names there."""
+        every = list(items)
+        if self.untied and config.text.tie_word_embeddings:
+            every.append(PublicTensor(HEAD, "decoder.embed_tokens.weight", itemgetter(...)))
+        taken = (item for item in every if item.name.startswith(self.prefix))
+        return {item.name.removeprefix(self.prefix): item for item in taken}
+
+
+def _differs(model: BaseModel, same: BaseModel, written: set[str]) -> list[str]:
+    """Fields outside `written` that are not as in `same`, the one model that the other side computes."""
+    return [
+        f"{name} = {getattr(model, name)!r} (computed there: {getattr(same, name)!r})"
+        for name in type(model).model_fields
+        if name not in written and getattr(model, name) != getattr(same, name)
+    ]
+
+
+def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
+    """The text model's configuration for transformers' KimiLinear. Raises ModelDirectoryError for what that
+    class does not compute."""
+    found = _differs(text, ModelConfig(), {*TEXT_KEYS, *OTHER_TEXT})
+    linear = text.linear_attn_config
+    found += _differs(
+        linear, type(linear)(), {*LINEAR_KEYS, "kda_layers", "full_attn_layers"}
+    )
+    if not text.num_experts:
+        found.append("num_experts = 0 (that class always has experts)")
+    if found:
+        raise ModelDirectoryError(
+            f"format kimi_linear cannot hold this model: {'; '.join(found)}; use --format earlyfusion"
+        )
+
+    plan = list(enumerate(text.plan(), 1))
+    values = text.model_dump(mode="json", include={*TEXT_KEYS})
+    # A single weight divided by itself is always one; there it would be divided.
+    values["moe_renormalize"] = text.moe_renormalize and text.num_experts_per_token > 1
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "dtype": dtype,
+        **values,
+        "linear_attn_config": {
+            # Both lists: the class default puts MLA elsewhere, and one alone is not read.
+            "kda_layers": [layer for layer, kind in plan if kind == "kda"],
+            "full_attn_layers": [layer for layer, kind in plan if kind == "mla"],
+            **linear.model_dump(mode="json", include={*LINEAR_KEYS}),
+        },
+        "num_key_value_heads": text.num_attention_heads,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "mla_use_nope": True,
+        "hidden_act": "silu",
+        "model_max_length": 1 << 20,
+        "use_cache": True,
+        # The class does not tie: a tied head is written as a matrix of its own.
+        "tie_word_embeddings": False,
+    }
+
+
+def kimi_k25_config(config: FusionConfig, dtype: str) -> Record:
+    """The whole model's configuration for transformers' Kimi_K25ForConditionalGeneration around KimiLinear.
+    Raises ModelDirectoryError for what those classes do not compute."""
+    vision = config.vision
+    found = _differs(vision, VisionConfig.preset("moonvit3d"), {*VISION_KEYS, *OTHER_VISION})
+    if vision.qkv_width != vision.hidden_size:
+        found.append(f"head_dim = {vision.head_dim} (computed there: hidden_size / num_attention_heads)")
+    if found:
+        raise ModelDirectoryError(
+            f"format kimi_k25 cannot hold this tower: {'; '.join(found)}; use --format earlyfusion, or"
+            " --format kimi_linear for the text model alone"
+        )
+    text = kimi_linear_config(config.text, dtype)
+    ids = {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": dtype,
+        **ids,
+        "tie_word_embeddings": False,
+        "image_token_id": config.media_token_id,
+        "media_placeholder_token_id": config.media_token_id,
+        # Clips have items of their own, with the placeholder of pictures.
+        "video_token_id": config.media_token_id,
+        "projection_hidden_size": vision.hidden_size,
+        "projection_layer_norm_eps": vision.projector_ln_eps,
+        "text_config": text,
+        "vision_config": {
+            "model_type": "kimi_k25_vision",
+            **vision.model_dump(mode="json", include={*VISION_KEYS}),
+            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
+        },
+    }
+
+
+def with_code(config: FusionConfig, dtype: str) -> dict[str, Record]:
+    """Our own configuration, which names the code that transformers takes from the folder."""
+    rows, columns = config.vision.merge_kernel_size
+    if rows != columns or config.vision.tower != "moonvit":
+        raise ModelDirectoryError(
+            f"vision.tower = {config.vision.tower!r} with merge_kernel_size {(rows, columns)}: the code for"
+            " transformers has MoonViT with square tokens alone"
+        )
+    files = json_files(config, dtype)
+    files["config.json"]["auto_map"] = {
+        "AutoConfig": CONFIG,
+        "AutoModelForCausalLM": MODEL,
+        "AutoModelForImageTextToText": MODEL,
+    }
+    files["config.json"]["architectures"] = [MODEL.partition(".")[2]]
+    prepare = files["preprocessor_config.json"]
+    prepare["media_proc_cfg"]["alpha_background"] = list(config.vision.alpha_background)
+    prepare |= {"auto_map": {"AutoProcessor": PROCESSOR}, "processor_class": PROCESSOR.partition(".")[2]}
+    return files
+
+
+Format = Literal["earlyfusion", "kimi_linear", "kimi_k25"]
+DIALECTS: dict[Format, Dialect] = {
+    "earlyfusion": Dialect(with_code, untied=False),
+    "kimi_linear": Dialect(
+        lambda config, dtype: {"config.json": kimi_linear_config(config.text, dtype)}, "language_model."
+    ),
+    "kimi_k25": Dialect(lambda config, dtype: {"config.json": kimi_k25_config(config, dtype)}),
+}
+
+USE: dict[Format, str] = {
+    "earlyfusion": """\
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model = AutoModelForImageTextToText.from_pretrained(".", trust_remote_code=True)
+processor = AutoProcessor.from_pretrained(".", trust_remote_code=True)
+```
+The code in this folder is plain PyTorch and needs no other package; it is slower than earlyfusion itself.""",
+    "kimi_linear": """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+The text model alone: the vision tower and its projector are not here.""",
+    "kimi_k25": """\
+```python
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+model = AutoModelForImageTextToText.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```""",
+}
+
+
+def begin_with_bos(folder: Path) -> None:
+    """Let the tokenizer of a folder put [BOS] before a text, as every document of training began; one that
+    says itself what it adds stays as it is."""
+    path = folder / "tokenizer.json"
+    words = Tokenizer.from_file(str(path))
+    if words.post_processor is None:
+        bos = str(read_json(folder / "tokenizer_config.json")["bos_token"])
+        words.post_processor = TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B:1", special_tokens=[(bos, words.token_to_id(bos))]
+        )
+        write_atomic(path, words.to_str(pretty=True))
+
+
+def finish(folder: Path, config: FusionConfig, dtype: str, format: Format, licence: str | None) -> None:
+    """Turn the files beside the weights of a model directory in `folder` into those of a format; the card
+    keeps what it says and gains how the folder is used."""
+    for name, content in DIALECTS[format].files(config, dtype).items():
+        write_json(folder / name, content, indent=2)
+    for name in MODULES if format == "earlyfusion" else ():
+        shutil.copyfile(PORTABLE / f"{name}.py", folder / f"{name}.py")
+
+    begin_with_bos(folder)
+    card = ModelCard.load(folder / "README.md")
+    card.data.library_name = "transformers"
+    if format == "kimi_linear":
+        card.data.pipeline_tag = "text-generation"
+    if licence is not None:
+        card.data.license = licence
+    card.text = card.text.rstrip() + f"\n\n## With transformers\n\n{USE[format]}\n"
+    card.save(folder / "README.md")
