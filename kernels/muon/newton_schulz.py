@@ -21,6 +21,7 @@ FLOPs for s x l, five steps, one restart: direct 20 s^2 l + 10 s^3, this 8 s^2 l
 halves 6 s^2 l + 14 s^3: worth it for l >= 1.5 s.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from earlyfusion.kernels.muon.naive import EPS, coefficients
 from earlyfusion.kernels.segments import check_batch
 
+ENVIRONMENT = "EF_MUON_FP32"
 ASPECT = 1.5  # l / s from which the Gram form has fewer operations
 RESTARTS = (2, 5, 8)  # steps before which X is formed
 
@@ -42,11 +44,14 @@ def default_dtype(device: torch.device) -> torch.dtype:
     bf16 on an accelerator and on CPUs with bf16 dot products: measured on one core of an AVX512-BF16 machine,
     bf16 takes 0.2 to 0.6 of the fp32 time (64 of 32x128: 1.0 against 2.8 ms; 8 of 128x128: 1.5 against 6.0
     ms; 8 of 256x512: 15 against 73 ms). Other CPUs emulate bf16, so they get fp32. A rule, not a timing at
-    run time: the same machine always computes the same numbers.
+    run time: the same machine always computes the same numbers. EF_MUON_FP32=1: fp32 on every CPU, where runs
+    are compared step by step.
     """
     # Orthogonality to two digits is enough for an update; speed is not.
     if device.type != "cpu":
         return torch.bfloat16
+    if os.environ.get(ENVIRONMENT) == "1":
+        return torch.float32
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return torch.bfloat16 if probe is not None and probe() else torch.float32
 
