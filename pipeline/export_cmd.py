@@ -1,5 +1,5 @@
-"""`earlyfusion export CHECKPOINT|DIR --to OUT`: a training checkpoint or a model directory -> a directory that
-earlyfusion and transformers read, or one in a format of others (`--format`, model/hub/outward.py).
+"""`earlyfusion export CHECKPOINT|DIR --to OUT`: a training checkpoint or a model directory -> a directory
+that earlyfusion and transformers read, or one in a format of others (`--format`, model/hub/outward.py).
 
 A checkpoint may be of pretraining, fine-tuning or reinforcement learning, written by any number of processes
 under any plan; no GPU, no process group, and no second copy of the model is needed: weights are read one
@@ -118,7 +118,8 @@ def of_checkpoint(path: Path) -> Source:
 
 
 def of_directory(folder: Path) -> Source:
-    """The model of a model directory, whose card is kept. Raises UserError for one that is none or damaged."""
+    """The model of a model directory, whose card is kept. Raises UserError for one that is none or
+    damaged."""
     with torch.device("meta"):
         model = NativeFusion(load_config(folder))
     own = model.state_dict()

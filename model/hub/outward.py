@@ -2,7 +2,7 @@
 
 | format | read by | holds |
 |---|---|---|
-| earlyfusion | earlyfusion; transformers with trust_remote_code, by the code that travels along | everything |
+| earlyfusion | earlyfusion; transformers with trust_remote_code, by code that travels along | everything |
 | kimi_linear | transformers' KimiLinear, vLLM's Kimi-Linear loader | the text model |
 | kimi_k25 | transformers' Kimi_K25ForConditionalGeneration | everything |
 

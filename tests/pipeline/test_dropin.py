@@ -1,5 +1,5 @@
-"""What `earlyfusion export` writes, in the tools of others: transformers, Trainer, lm-eval, accelerate. The code
-that travels along computes what our model computes; transformers' own classes do too, where they can."""
+"""What `earlyfusion export` writes, in the tools of others: transformers, Trainer, lm-eval, accelerate. The
+code that travels along computes what our model computes; transformers' own classes do too, where they can."""
 
 import json
 import os
@@ -216,7 +216,8 @@ def test_marks_and_pictures_must_be_as_many(pairs):
         reader(text=IMAGE * 2, images=picture(9, 9, 0))
     given = reader(text=IMAGE, images=picture(9, 9, 0))
     with pytest.raises(ValueError, match="the text has 0 places"):
-        theirs(input_ids=given["input_ids"][:, :2], **{k: given[k] for k in ("pixel_values", "image_grid_thw")})
+        pictures = {name: given[name] for name in ("pixel_values", "image_grid_thw")}
+        theirs(input_ids=given["input_ids"][:, :2], **pictures)
 
 
 def test_a_chat_template_is_a_prompt(pairs, words):
@@ -306,7 +307,8 @@ def test_lm_eval_scores_the_export_as_we_do(pairs, tmp_path):
     from earlyfusion.eval.models.engine import load_own
 
     _, ours, at, _, _ = pairs["blocks"]
-    hf = get_model("hf")(pretrained=str(at), trust_remote_code=True, dtype="float32", device="cpu", batch_size=2)
+    options = dict(trust_remote_code=True, dtype="float32", device="cpu", batch_size=2)
+    hf = get_model("hf")(pretrained=str(at), **options)
     own = lm_eval_model(load_own(ours))
     pairs_of = [("The sky", " is"), ("One two", " three four"), ("", "word")]
     asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs_of)]
@@ -360,8 +362,9 @@ def test_transformers_own_class_reads_the_text_model(plain, words, shape, tmp_pa
     )
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     theirs.eval()
-    document = encode(Sample([Text("All of it, word by word, once. " * 4)], "t", "t"), words, ours.config.vision)
-    ids = AutoTokenizer.from_pretrained(at)("All of it, word by word, once. " * 4, return_tensors="pt").input_ids
+    text = "All of it, word by word, once. " * 4
+    document = encode(Sample([Text(text)], "t", "t"), words, ours.config.vision)
+    ids = AutoTokenizer.from_pretrained(at)(text, return_tensors="pt").input_ids
     assert ids[0].tolist() == document.ids[:-1].tolist()
     logits = ours.logits(ours.hidden(packed(ours, document)))[:-1]
     with pure_torch():
@@ -431,7 +434,9 @@ def test_what_their_classes_would_leave_out_is_refused(words, said, tmp_path, ca
     assert not (tmp_path / "theirs").exists()
 
 
-@pytest.mark.parametrize("change", [{"norm": "rms"}, {"projector": "v2"}, {"pos_emb_interpolation": "bilinear"}])
+@pytest.mark.parametrize(
+    "change", [{"norm": "rms"}, {"projector": "v2"}, {"pos_emb_interpolation": "bilinear"}]
+)
 def test_a_tower_that_kimi_k25_would_compute_otherwise_is_refused(words, change, tmp_path, capsys):
     made(tmp_path / "ours", words, dict(attn_res="none"), V1 | change)
     assert exported(tmp_path / "ours", tmp_path / "theirs", "--format", "kimi_k25") == EXIT_USER

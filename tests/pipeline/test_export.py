@@ -4,6 +4,7 @@ import pytest
 from tiny_run import run_here
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.hub.config import load_config
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
@@ -20,8 +21,11 @@ def trained(recipe, tmp_path_factory):
 
 def test_the_last_checkpoint_is_the_model_that_the_run_wrote(trained, tmp_path):
     assert cli.main(["export", str(trained), "--to", str(tmp_path / "out")]) == EXIT_OK
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
+    out, model = tmp_path / "out", trained / "model"
+    assert (out / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert load_config(out) == load_config(model)
+    text = "a text, <|media_pad|> and all"
+    assert Tokenizer.load(out).encode(text) == Tokenizer.load(model).encode(text)
 
 
 def test_an_earlier_one_is_another_model(trained, tmp_path):

@@ -1,5 +1,5 @@
-"""Configuration of an exported earlyfusion model for transformers: text_config and vision_config as earlyfusion
-wrote them, key for key, so that what is saved again is what was read."""
+"""Configuration of an exported earlyfusion model for transformers: text_config and vision_config as
+earlyfusion wrote them, key for key, so that what is saved again is what was read."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class PartConfig(PretrainedConfig):
             setattr(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
-        # No key of transformers' own but the one that it takes out: earlyfusion refuses what it does not know.
+        # No key of transformers' own but the one that it takes out: earlyfusion refuses others.
         own = {key: getattr(self, key) for key in self.given}
         return {"model_type": self.model_type, "transformers_version": None, **own}
 

@@ -1,14 +1,14 @@
-"""An earlyfusion model for transformers: plain PyTorch, no other package and no kernel; for reading, for checks and
-for tools that take a transformers model. Training and serving in earlyfusion itself are many times as fast.
+"""An earlyfusion model for transformers: plain PyTorch, no other package and no kernel; for reading, for
+checks and for tools that take a transformers model. Training and serving in earlyfusion itself are faster.
 
     patches -> MoonViT tower -> projector -> over the embeddings of <|media_pad|> -> decoder -> logits
 
-The decoder's layers are Kimi Delta Attention (a state of fixed size) or latent attention without positions, and a
-dense or sparse feed-forward; Attention Residuals may stand in place of the residual stream. Batches may be padded on
-either side; a padded position leaves no trace in the others.
+The decoder's layers are Kimi Delta Attention (a state of fixed size) or latent attention without positions,
+and a dense or sparse feed-forward; Attention Residuals may stand in place of the residual stream. Batches may
+be padded on either side; a padded position leaves no trace in the others.
 
-Sources: Kimi Linear (arXiv 2510.26692), Attention Residuals (arXiv 2603.15031), DeepSeek-V2 (arXiv 2405.04434) for
-latent attention, Kimi-VL (arXiv 2504.07491) for the tower.
+Sources: Kimi Linear (arXiv 2510.26692), Attention Residuals (arXiv 2603.15031), DeepSeek-V2 (arXiv
+2405.04434) for latent attention, Kimi-VL (arXiv 2504.07491) for the tower.
 
 Shapes: B sequences, T new tokens, L tokens seen, D hidden, H heads, K head width, R latent rank, C channels.
 """
@@ -128,14 +128,15 @@ class MixtureOfExperts(nn.Module):
 def delta_rule(q, k, v, g, beta, state):
     """Gated delta rule, chunk by chunk, in fp32: all [B, H, T, K], beta [B, H, T, 1], state [B, H, K, V].
 
-    S_t = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T, o_t = S_t^T q_t / sqrt(K). With G the running sum of g in
-    a chunk, what is written solves (I + L) R = beta (v - (k e^G) S), L_ij = beta_i sum_d k_i k_j e^(G_i - G_j) for
-    i > j. Differences of G are masked before the exponential, so decays of any strength stay finite.
+    S_t = (I - beta k k^T) Diag(e^g) S_{t-1} + beta k v^T, o_t = S_t^T q_t / sqrt(K). With G the running sum
+    of g in a chunk, what is written solves (I + L) R = beta (v - (k e^G) S), L_ij = beta_i sum_d k_i k_j
+    e^(G_i - G_j) for i > j. Differences of G are masked before the exponential, so decays of any strength
+    stay finite.
     """
     outputs = []
-    for q, k, v, g, beta in zip(*(x.split(CHUNK, dim=2) for x in (q, k, v, g, beta))):
-        G = g.cumsum(2)
-        size = q.shape[2]
+    for chunk in zip(*(x.split(CHUNK, dim=2) for x in (q, k, v, g, beta))):
+        q, k, v, g, beta = chunk
+        G, size = g.cumsum(2), q.shape[2]
         later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
         decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later[..., None], -torch.inf).exp()
         mixed_k = k.unsqueeze(2) * decay

@@ -1,10 +1,12 @@
 """Pictures, clips and text as an exported earlyfusion model reads them.
 
-    processor(text="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>what is it?", images=picture)
+    mark = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+    processor(text=f"{mark}what is it?", images=picture)
 
-A chat template writes the marks; here every <|media_pad|> becomes as many as its picture has tokens, and a clip as
-many items as it has groups of frames, each behind its time. Pictures keep their resolution: they are shrunk only
-where they have more patches than the model takes, and padded to whole tokens (the "navit" rule of Kimi K2.5).
+A chat template writes the marks; here every <|media_pad|> becomes as many as its picture has tokens, and a
+clip as many items as it has groups of frames, each behind its time. Pictures keep their resolution: they are
+shrunk only where they have more patches than the model takes, and padded to whole tokens (the "navit" rule of
+Kimi K2.5).
 """
 
 import json
@@ -109,9 +111,9 @@ class EarlyFusionProcessor(ProcessorMixin):
         return grid[1] * grid[2] // self.media["merge_kernel_size"] ** 2
 
     def __call__(self, text=None, images=None, videos=None, fps=None, return_tensors="pt", **kwargs):
-        """text: a string or a list of them. images: pictures (PIL) in the order of their marks, flat or a list
-        for each text; videos: the same, each a list of frames. fps: frames a second of the clips. kwargs: of
-        the tokenizer (padding, ...). Raises ValueError where marks and media are not as many."""
+        """text: a string or a list of them. images: pictures (PIL) in the order of their marks, flat or a
+        list for each text; videos: the same, each a list of frames. fps: frames a second of the clips.
+        kwargs: of the tokenizer (padding, ...). Raises ValueError where marks and media are not as many."""
         texts = [text] if isinstance(text, str) else list(text)
         pictures, clips = flat(images, 1), flat(videos, 2)
         marks = [sum(each.count(mark) for each in texts) for mark in (IMAGE, VIDEO)]
