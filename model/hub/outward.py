@@ -102,9 +102,7 @@ def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
     class does not compute."""
     found = _differs(text, ModelConfig(), {*TEXT_KEYS, *OTHER_TEXT})
     linear = text.linear_attn_config
-    found += _differs(
-        linear, type(linear)(), {*LINEAR_KEYS, "kda_layers", "full_attn_layers"}
-    )
+    found += _differs(linear, type(linear)(), {*LINEAR_KEYS, "kda_layers", "full_attn_layers"})
     if not text.num_experts:
         found.append("num_experts = 0 (that class always has experts)")
     if found:
