@@ -23,6 +23,7 @@ from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
+from earlyfusion.pipeline.model_from import begin_with
 from earlyfusion.pipeline.optim.registry import find_optimizer
 from earlyfusion.pipeline.parallel.mesh import Layout
 from earlyfusion.pipeline.runtime import Runtime, installed
@@ -82,14 +83,20 @@ def meta_model(config: RunConfig) -> NativeFusion:
         return NativeFusion(fusion)
 
 
-def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
-    """A model with fresh weights (from `run.seed`), or those of `run.init_from`.
+def model(config: RunConfig, tokens: Tokenizer, said: list[str] | None = None) -> NativeFusion:
+    """A model with fresh weights (from `run.seed`), or those of `run.init_from`; with `run.model_from` those
+    that fit, and `said` gets the lines about them.
 
-    Raises UserError when the warm start's shape is not the recipe's.
+    Raises UserError when the warm start's shape is not the recipe's, or nothing of it fits.
     """
     wanted = fusion_config(config, tokens.media_pad_id)
     if config.run.init_from is None:
-        return NativeFusion(wanted)
+        made = NativeFusion(wanted)
+        if config.run.model_from is not None:
+            lines = begin_with(made, config.run.model_from, tokens)
+            if said is not None:
+                said += lines
+        return made
     loaded = load_model(model_folder(config.run.init_from))
     if loaded.config != wanted:
         raise UserError(
@@ -180,7 +187,12 @@ def absolute_paths(tree: Record) -> Record:
     # Every key of a recipe that names a file or folder.
     # Every other string of a recipe is a name and stays.
     data = (tree.get("eval") or {}).get("data") or {}
-    places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from"), *((data, key) for key in data)]
+    places = [
+        (tree.get("tokenizer"), "path"),
+        (tree.get("run"), "init_from"),
+        (tree.get("run"), "model_from"),
+    ]
+    places += [*((data, key) for key in data)]
     for source in (tree.get("data") or {}).get("sources", []):
         places.append((source, "path"))
         places += [(source.get("options"), key) for key in ("shards", "media", "cache_dir")]

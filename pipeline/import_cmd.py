@@ -36,11 +36,14 @@ from earlyfusion.model.hub.folder import (
     cast,
     check_tensors,
     public_tensors,
+    save_model,
     some,
     weight_files,
     write_model,
 )
 from earlyfusion.model.hub.foreign import PROJECTOR, TEXT, TOWER, Foreign, Found
+from earlyfusion.pipeline import build
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.encoder import Projector, build_tower
 
@@ -59,6 +62,9 @@ class ImportOptions(Options):
     """model directory to write"""
     tower: Path | None = None
     """folder of a checkpoint whose tower (and projector, if it fits) is taken"""
+    like: str | None = None
+    """recipe whose model begins with what fits of SRC, for an architecture that is not ours (Moonlight,
+    Llama)"""
     tokenizer: Path | None = None
     """tokenizer.json, or a folder that holds one; the source's own if not given"""
     vision: str = "moonvit_v2"
@@ -74,6 +80,8 @@ def import_(options: ImportOptions) -> None:
     """Entry of `earlyfusion import`."""
     if options.to.exists():
         raise UserError(f"--to {options.to}: exists; give a new directory, nothing was changed")
+    if options.like is not None:
+        return like(options)
     text = Foreign(options.source)
     tower = text if options.tower is None else Foreign(options.tower)
     if text.text is None:
@@ -97,6 +105,23 @@ def import_(options: ImportOptions) -> None:
         media_token_id=tokens.media_pad_id,
     )
     Import(config, text, tower, options.seed).write(options.to, tokens, options.shard_mb * MEGABYTE)
+
+
+def like(options: ImportOptions) -> None:
+    """A model of a recipe that begins with what fits of a checkpoint; the rest is drawn."""
+    given = [("model.from", json.dumps(str(options.source))), ("run.seed", options.seed)]
+    if options.tokenizer is not None:
+        given.append(("tokenizer.path", json.dumps(str(options.tokenizer))))
+    config = load_config([str(options.like)], given)
+    if config.tokenizer.path is None:
+        raise UserError(f"{options.source}: no tokenizer.json; give one, --tokenizer FILE")
+    tokens = build.own_tokenizer(config.tokenizer.path)
+    said: list[str] = []
+    torch.manual_seed(options.seed)
+    model = build.model(build.with_tokenizer(config, tokens), tokens, said)
+    facts = {"name": options.to.name, "base": str(options.source), "recipe": options.like, "notes": said}
+    save_model(model, tokens, options.to, facts, max_shard_bytes=options.shard_mb * MEGABYTE)
+    print(*said, f"model directory: {options.to}", sep="\n")
 
 
 class Import:

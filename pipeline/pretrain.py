@@ -66,7 +66,9 @@ class Pretraining:
         # The model, spread over the ranks, and the optimizer over its parameters.
         self.model, self.fusion, self.plain = spread(self.build_model, runtime)
         self.fusion.recompute(train.recompute)
-        check_frozen(self.plain, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
+        parts: dict[str, Sequence[str]] = {"optim.lr_factors": list(config.optim.lr_factors)}
+        parts |= {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages}
+        check_frozen(self.plain, parts)
         self.optimizer = build.optimizer(config.optim, self.fusion, runtime.layout)
         self.guard = Guard(config.guard.policy, runtime.agree)
 
@@ -100,7 +102,11 @@ class Pretraining:
 
     def build_model(self) -> NativeFusion:
         """The model with the weights that the run starts from."""
-        return build.model(self.config, self.tokenizer)
+        said: list[str] = []
+        made = build.model(self.config, self.tokenizer, said)
+        if said and self.runtime.is_main:
+            print(*said, sep="\n", file=sys.stderr)
+        return made
 
     def build_evaluator(self) -> evaluate.Evaluator:
         """What measures the model, during the run and after it."""

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.layers import Router, moe_layers, update_router_biases
+from earlyfusion.pipeline.optim.routing import PARTS, names_part
 from earlyfusion.pipeline.parallel.shard import clip_grad_norm as shard_grad_norm
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -128,10 +128,6 @@ class Guard:
         self.rollbacks = state["rollbacks"]
 
 
-# What stands behind the short names in `stages.frozen` and `train.frozen`.
-FROZEN_GROUPS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
-
-
 @dataclass(frozen=True)
 class Update:
     """What became of a step. grad_norm: before clipping; expert_load: of `update_router_biases`, {} where
@@ -195,7 +191,8 @@ def update(
             clip.reset()
     else:
         for group in optimizer.param_groups:
-            group["lr"] = lr  # one for all groups (Moonlight: both families share it)
+            # One for all groups (Moonlight: both families share it), but for parts with a factor.
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         with _held(model, still, frozen):
             optimizer.step()
             if balance_experts:
@@ -221,8 +218,7 @@ def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> Record:
 
 def is_frozen(name: str, entries: Sequence[str]) -> bool:
     """Whether a parameter's name is frozen by one of: vision, projector, text, or fnmatch patterns."""
-    patterns = [pattern for entry in entries for pattern in FROZEN_GROUPS.get(entry, (entry,))]
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return any(names_part(entry, name) for entry in entries)
 
 
 def check_frozen(model: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -> None:
@@ -232,7 +228,7 @@ def check_frozen(model: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -
         for entry in entries:
             if not any(is_frozen(name, [entry]) for name in names):
                 raise UserError(
-                    f"{key}: {entry!r} matches no parameter; use {', '.join(FROZEN_GROUPS)} or a pattern"
+                    f"{key}: {entry!r} matches no parameter; use {', '.join(PARTS)} or a pattern"
                     f" like {names[0]!r}"
                 )
 

@@ -10,6 +10,8 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 | kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
 | siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
+| deepseek_v3 (Moonlight) | parts, to begin with | RoPE in MLA; `mlp.experts.{e}.gate_proj` and the like |
+| llama, qwen2, qwen3, mistral | parts, to begin with | another attention; vocabulary and feed-forward alike |
 
 Nothing is unpickled, no code from a folder is run, and one tensor is read at a time. What a configuration
 asks for that our model does not compute is refused, never dropped.
@@ -206,11 +208,17 @@ SIGLIP = (
 )
 
 
-class Foreign:
-    """A checkpoint of others in `folder`. Raises ModelDirectoryError for one that is none, or of a family
-    that is not known."""
+# Families whose model ours does not compute, and what of it may begin one of ours.
+LLAMA = re.compile(r"(model\.(embed_tokens|norm)|lm_head|.*layernorm|.*\.mlp\.(gate|up|down)_proj)\.weight")
+WARM = dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), LLAMA) | {"deepseek_v3": re.compile(".*")}
+EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
-    def __init__(self, folder: str | Path) -> None:
+
+class Foreign:
+    """A checkpoint of others in `folder`. warm: one whose weights may only begin a model is taken as well.
+    Raises ModelDirectoryError for one that is none, or of a family that is not known."""
+
+    def __init__(self, folder: str | Path, warm: bool = False) -> None:
         self.folder = Path(folder)
         path = self.folder / "config.json"
         if not path.is_file():
@@ -231,9 +239,11 @@ class Foreign:
             self.vision = vision_config(path, self.family, vision | _projector(self.raw))
         elif self.family == "siglip_vision_model":
             self.vision = vision_config(path, self.family, self.raw)
-        if self.text is None and self.vision is None:
+        self.tied = bool(self.raw.get("tie_word_embeddings"))
+        if self.text is None and self.vision is None and not (warm and self.family in WARM):
             known = "kimi_linear, kimi_k25, kimi_vl, siglip, siglip_vision_model"
-            raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}")
+            hint = "; --like RECIPE takes what fits of it" if self.family in WARM else ""
+            raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}{hint}")
         self.shapes = self._headers()
         self.used: set[str] = set()
         """Names in the files that have been asked for."""
@@ -254,15 +264,23 @@ class Foreign:
 
     def find(self, public: str) -> Found | None:
         """Where a tensor of ours, by its public name, lies; None where it is not there."""
-        for found in self._ways(public):
-            if all(name in self.shapes for name in found.names):
-                self.used.update(found.names)
-                return found
-        return None
+        found = self.peek(public)
+        self.used.update(() if found is None else found.names)
+        return found
+
+    def peek(self, public: str) -> Found | None:
+        """The same, only looked at."""
+        ways = (found for found in self._ways(public) if all(name in self.shapes for name in found.names))
+        return next(ways, None)
 
     def _ways(self, public: str) -> Iterator[Found]:
         if public.startswith(TEXT):
             bare = public.removeprefix(TEXT)
+            if self.family in WARM:
+                name = re.sub(r"(experts\.\d+)\.(w\d)", lambda m: f"{m[1]}.{EXPERT[m[2]]}", bare)
+                if WARM[self.family].fullmatch(bare):
+                    yield Found((name.replace(".block_sparse_moe.", ".mlp."),))
+                return
             for name in (public, bare):
                 yield Found((name,))
                 # transformers writes dense feed-forwards as if they were experts.

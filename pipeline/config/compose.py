@@ -4,8 +4,8 @@ printed.
 Merge rules: tables merge key by key; scalars and lists of the right side replace the left; the lists `stages`
 and `data.sources` merge item by item by their `name`. A recipe that says `extends = "nano"` (a shipped name
 or a path) is laid over that recipe first. "null" in TOML (which has no null) means None. A [model] with
-`preset` or `scale` begins afresh with a shape (pipeline/config/size.py); its other keys lie over it.
-"""
+`preset` or `scale` begins afresh with a shape (pipeline/config/size.py); its other keys lie over it. So does
+one with `from`, which also brings the tower and the tokenizer of the checkpoint that it names."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import Record
+from earlyfusion.kernels.files import Record, function_at
 from earlyfusion.pipeline.config.schema import READ_BEFORE, RunConfig, model_in
 from earlyfusion.pipeline.config.size import SIZE_KEYS, sized
 
@@ -32,7 +32,7 @@ MOST_BYTES = 4 << 20
 """Most bytes of a recipe: TOML is parsed in Python, at about a MB a second."""
 
 FREE_ON_RESUME = re.compile(
-    r"(run\.(name|out|steps|init_from)|checkpoint|track|eval|parallel|log"
+    r"(run\.(name|out|steps|init_from|model_from)|checkpoint|track|eval|parallel|log"
     r"|data\.(prefetch|prefetch_steps|workers|max_bad_share))(\.|$)"
 )
 """Keys and sections that do not change the numbers of a run, so a resume may change them."""
@@ -107,13 +107,19 @@ def _begun(below: Record, own: Record) -> Record:
             for key, value in shapes[own["preset"]].items()
             if key != "vocab_size" and not key.endswith("_token_id")
         }
-    if not below:
+    if "from" in own and len(SIZE_KEYS.keys() & own.keys()) > 1:
+        raise UserError("model.from brings a shape of its own; remove model.preset and model.scale")
+    if not below and "scale" in own:
         raise UserError(f"model.scale {own['scale']}: there is no [model] to scale; add model.preset")
+    if "from" in own:
+        return merge(below, {key: value for key, value in own.items() if key not in SIZE_KEYS})
     return merge(sized(below, own), {key: value for key, value in own.items() if key not in SIZE_KEYS})
 
 
 def merge(left: Record, right: Record, path: str = "") -> Record:
     """`right` laid over `left` by the rules of this module; neither is changed."""
+    if not path and "from" in (right.get("model") or {}):
+        left = _beginning(left, str(right["model"]["from"]))
     merged = dict(left)
     for key, value in right.items():
         where = f"{path}.{key}" if path else key
@@ -134,6 +140,13 @@ def merge(left: Record, right: Record, path: str = "") -> Record:
             value = items
         merged[key] = value
     return merged
+
+
+def _beginning(below: Record, folder: str) -> Record:
+    """A recipe with the shape, the tower and the tokenizer of a checkpoint in place of its own."""
+    # A checkpoint is read by torch, which help and plain recipes must not wait for.
+    parts_of = function_at("earlyfusion.pipeline.model_from:parts_of", "model.from")
+    return {**below, **parts_of(folder), "run": {**below.get("run", {}), "model_from": folder}}
 
 
 def _names(items: Any) -> list[Any]:
@@ -202,9 +215,11 @@ def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()
     given = [(key, parse_literal(text) if isinstance(text, str) else text) for key, text in overrides]
     # Those of [model] are one layer where one of them gives its size: their order says nothing.
     layer: Record = {}
-    size = any(key.partition("model.")[2] in SIZE_KEYS for key, _ in given if key.startswith("model."))
+    size = {key.removeprefix("model.") for key, _ in given if key.startswith("model.")} & SIZE_KEYS.keys()
+    # A checkpoint brings a tower and a tokenizer, too.
+    begun = ("model.", "vision.", "tokenizer.") if "from" in size else ("model.",)
     for dotted, value in given:
-        override(layer if size and dotted.startswith("model.") else tree, dotted, value)
+        override(layer if size and dotted.startswith(begun) else tree, dotted, value)
     tree = merge(tree, layer)
     return _with(tree, "null", None)
 

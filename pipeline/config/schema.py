@@ -24,6 +24,7 @@ READ_BEFORE = {
     "model": {
         "preset": ("str | null", "null", SIZE_KEYS["preset"]),
         "scale": ("float", "1.0", SIZE_KEYS["scale"]),
+        "from": ("str | null", "null", SIZE_KEYS["from"]),
     },
     "vision": {"preset": ("str | null", "null", f"Begin with one of {', '.join(PRESETS)}.")},
 }
@@ -49,6 +50,14 @@ class RunSection(Section):
     """Stop after this many steps of the recipe's schedule (the schedule itself does not change)."""
     init_from: str | None = None
     """Model directory for a warm start: weights only; step, optimizer and data order start afresh."""
+    model_from: str | None = None
+    """What model.from names: a checkpoint of which every tensor that fits is taken."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunSection:
+        if self.init_from is not None and self.model_from is not None:
+            raise ValueError("give run.init_from or model.from, not both: one place has the weights")
+        return self
 
     @property
     def directory(self) -> str:
@@ -82,6 +91,9 @@ class OptimSection(Section):
     """Largest allowed attention logit tau; "null" turns QK-Clip off."""
     head_group_size: PositiveInt | None = None
     """Heads orthogonalised together; "null" treats the whole matrix as one block."""
+    lr_factors: dict[str, float] = {}
+    """Factors on the learning rate by part: vision, text, projector, or fnmatch patterns of parameter names;
+    the first that fits counts."""
     muon_vision: bool = False
     """Also use Muon for the matrices of the vision tower."""
     clip_grad_norm: PositiveFloat | None = 1.0

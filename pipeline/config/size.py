@@ -21,6 +21,8 @@ SIZE_KEYS = {
     "preset": "A shipped recipe whose [model] this one begins with; what recipes below set there is dropped.",
     "scale": "Factor on the parameters of the layers of the preset, or of the [model] below: width and depth"
     " grow together, heads and feed-forward follow, experts stay.",
+    "from": "A checkpoint whose weights this model begins with, ours or a foreign one: its shape (other keys"
+    " lie over it), its tower and its tokenizer are taken; what does not fit is made anew.",
 }
 """Keys of [model] that are read before it is checked, and their meaning."""
 FOLLOW_WIDTH = ("intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")

@@ -67,6 +67,7 @@ def param_groups(options: OptimSection, model: nn.Module) -> list[Record]:
         matrices=find_optimizer(options.name).matrices,
         muon_vision=options.muon_vision,
         head_group_size=options.head_group_size,
+        lr_factors=options.lr_factors,
     )
 
 

@@ -34,7 +34,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from torch import Tensor, nn
@@ -57,6 +58,15 @@ _LOOKUP = re.compile(r"(^|\.)(embed_tokens|lm_head|head)\.|pos_emb|patch_embed|c
 
 class RoutingError(UserError, ValueError):
     """A parameter cannot be trained the way its group says."""
+
+
+# What stands behind the short names of parts.
+PARTS = {"vision": "vision_tower.*", "projector": "mm_projector.*", "text": "decoder.*"}
+
+
+def names_part(part: str, fqn: str) -> bool:
+    """Whether a part (vision, projector, text, or a pattern of names) has the parameter of this name."""
+    return fnmatchcase(fqn, PARTS.get(part, part))
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -99,14 +109,17 @@ def build_param_groups(
     matrices: Family = "muon",
     muon_vision: bool = False,
     head_group_size: int | None = 1,
+    lr_factors: Mapping[str, float] | None = None,
 ) -> list[Record]:
     """Parameter groups for `MuonClip`; every parameter of the model is in exactly one, frozen ones too.
 
     A sharded model must be sharded already. matrices: "adamw" puts everything on AdamW (groups then also suit
     torch.optim.AdamW). head_group_size: heads orthogonalised together; None takes whole projections.
+    lr_factors: of the learning rate, by part or pattern of names (see `names_part`), the first that fits.
 
     Each group holds plain values beside its parameters: name, family, lr, weight_decay, fqns and blocks (both
-    aligned with params; blocks are empty lists for AdamW).
+    aligned with params; blocks are empty lists for AdamW). Where lr_factors has an entry for it, the group
+    has its lr_factor, too.
 
     Raises:
         RoutingError: heads do not divide, a shard is no shard of rows, flat shards, or nothing would be
@@ -128,9 +141,14 @@ def build_param_groups(
             spec = _block_spec(fqn, param, modules[owner.rpartition(".")[0]], head_group_size)
             _check_shard(fqn, param)
 
-        # Four groups at most: a family, with decay or without.
+        # Four groups at most: a family, with decay or without; and those of parts at another rate.
         name = family if decayed else f"{family}_no_decay"
         options = {"name": name, "family": family, "lr": lr, "weight_decay": weight_decay if decayed else 0.0}
+        factors = lr_factors or {}
+        fitting = next((part for part in factors if names_part(part, fqn)), None)
+        if fitting is not None:
+            name = options["name"] = f"{name}:{fitting}"
+            options |= {"lr": lr * factors[fitting], "lr_factor": factors[fitting]}
         group = groups.setdefault(name, options | {"params": [], "fqns": [], "blocks": []})
         group["params"].append(param)
         group["fqns"].append(fqn)
