@@ -48,6 +48,7 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import save_model
+from earlyfusion.pipeline.adapter import FOLDER, adapted, merged, save_adapter
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.report.page import write_report
 from earlyfusion.pipeline.runtime import Runtime
@@ -356,8 +357,12 @@ def write_outputs(
 ) -> Sequence[str]:
     """The model directory and the report; returns lines to show. tokens: what `save_model` saves as
     tokenizer; read: see there."""
+    lines = []
+    if adapted(fusion):
+        lines = [f"adapter: {save_adapter(out / FOLDER, fusion, str(facts.get('base', '')))}"]
+        fusion, read = merged(fusion, read)
     directory = save_model(fusion, tokens, out / "model", facts, read=read)
     shown = {key: facts[key] for key in ("name", "steps", "tokens", "seconds", "device", "precision", "seed")}
     write_json(out / "facts.json", shown)
     report = write_report(out)
-    return [f"model directory: {directory}", f"report: {report}"]
+    return [*lines, f"model directory: {directory}", f"report: {report}"]

@@ -37,7 +37,9 @@ from earlyfusion.model.hub.folder import (
 from earlyfusion.model.hub.foreign import Foreign
 from earlyfusion.model.hub.outward import DIALECTS, Format, finish
 from earlyfusion.pipeline import state
+from earlyfusion.pipeline.adapter import attach, merged
 from earlyfusion.pipeline.checkpoint import FOLDER, TOKENIZER, damage, latest, load_tree, step_of
+from earlyfusion.pipeline.config.schema import AdapterSection
 
 MEGABYTE = 10**6
 
@@ -107,7 +109,9 @@ def of_checkpoint(path: Path) -> Source:
     words = Tokenizer.load(path.parent / TOKENIZER)
     name = run["recipe"]["run"]["name"]
     facts = {"name": name, "recipe": name, "steps": run["step"], "sources": {}, "evals": {}}
-    find = state.reader(model, path)
+    # Adapters of the run are added to the weights beside them.
+    holder = attach(model, AdapterSection(**run["recipe"].get("adapter") or {}))
+    model, find = merged(holder, state.reader(holder, path))
     return Source(
         model,
         ChatTokenizer(words) if run["chat"] else words,

@@ -17,6 +17,7 @@ from rich.table import Table
 from earlyfusion.data.tables import print_table, terminal
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.pipeline.adapter import adapted
 from earlyfusion.pipeline.build import meta_model, own_tokenizer, with_tokenizer
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
@@ -171,8 +172,10 @@ def banner(training: Any) -> str:
     count = count_parameters(model)
     spread = f" ({runtime.layout.sizes})" if runtime.layout.sharded else ""
     begun = f", from step {training.step}" if training.step else ""
+    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    adapters = f", {scaled(learned)} trained" if adapted(model) else ""
     return (
-        f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active),"
+        f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active{adapters}),"
         f" {runtime.device} {runtime.world} x {workers}{spread}"
         f"\n{training.total - training.step:,} steps{begun},"
         f" {scaled(tokens)} tokens, expected time {time}, to {config.run.directory}"

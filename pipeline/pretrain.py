@@ -32,6 +32,7 @@ from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate, state
+from earlyfusion.pipeline.adapter import attach
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import load_config
@@ -64,7 +65,8 @@ class Pretraining:
         start = self.checkpoints.start(resume)
 
         # The model, spread over the ranks, and the optimizer over its parameters.
-        self.model, self.fusion, self.plain = spread(self.build_model, runtime)
+        build_model = lambda: attach(self.build_model(), config.adapter)
+        self.model, self.fusion, self.plain = spread(build_model, runtime)
         self.fusion.recompute(train.recompute)
         parts: dict[str, Sequence[str]] = {"optim.lr_factors": list(config.optim.lr_factors)}
         parts |= {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages}

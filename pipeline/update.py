@@ -168,7 +168,8 @@ def update(
     biases move. can_roll_back: see `Guard.check`. Every rank calls it.
     """
     # Frozen parameters have gradients (DDP wants the same ones in every step); they go here.
-    still = [parameter for name, parameter in model.named_parameters() if is_frozen(name, frozen)]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    still = [parameter for name, parameter in trained if is_frozen(name, frozen)]
     for parameter in still:
         parameter.grad = None
     # The norm is measured in any case: the guard and the log want it.
@@ -238,7 +239,10 @@ def _held(model: nn.Module, still: Sequence[nn.Parameter], frozen: Sequence[str]
     """Around a step: QK-Clip leaves the `still` parameters alone, and frozen routers keep their biases."""
     biases = {}
     for name, module in model.named_modules():
-        if isinstance(module, Router) and is_frozen(f"{name}.weight", frozen):
+        if not isinstance(module, Router):
+            continue
+        # Beside adapters no weight of a router learns, so that nothing would go along with its biases.
+        if is_frozen(f"{name}.weight", frozen) or not module.weight.requires_grad:
             biases[module] = module.e_score_correction_bias.clone()
     for parameter in still:
         parameter.requires_grad_(False)

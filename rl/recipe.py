@@ -38,6 +38,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import SHIPPED
 from earlyfusion.pipeline.config.schema import (
+    AdapterSection,
     CheckpointSection,
     GuardSection,
     OptimSection,
@@ -391,6 +392,7 @@ class RLConfig(Section):
     data: DataConfig | None = None
     """Curated documents of the PTX loss."""
     optim: OptimSection = OptimSection(lr=5e-4, weight_decay=0.0)
+    adapter: AdapterSection = AdapterSection()
     train: TrainSection = TrainSection()
     parallel: ShardSection = ShardSection()
     guard: GuardSection = GuardSection()

@@ -48,6 +48,7 @@ from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build, cli, state
+from earlyfusion.pipeline.adapter import FOLDER, adapted, attach, merged, save_adapter
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, render, validate
@@ -183,9 +184,8 @@ class Reinforcement:
 
         # The policy, and the optimizer over it.
         # fp32 whatever the start is stored in: an update of 1e-3 would round away in bfloat16.
-        self.model, self.plain = policy(
-            lambda: load_model(self.start_folder, runtime.device, torch.float32), runtime
-        )
+        start_model = lambda: load_model(self.start_folder, runtime.device, torch.float32)
+        self.model, self.plain = policy(lambda: attach(start_model(), config.adapter), runtime)
         check_frozen(self.plain, {"train.frozen": train.frozen})
         self.optimizer = build.optimizer(config.optim, self.model)
         self.guard = Guard(config.guard.policy, runtime.agree)
@@ -328,7 +328,12 @@ class Reinforcement:
         """The engine's weights become the trained ones; tokens from here on carry the update's number."""
         self.model.eval()
         # The version stands beside every token, which staleness and temperature are read from.
-        self.engine.load_weights(self.model.state_dict(), self.update)
+        # A copy has no adapters: it gets the sums.
+        weights = self.model.state_dict()
+        if adapted(self.model) and self.engine.model is not self.model:
+            bare, whole_weight = merged(self.model)
+            weights = {name: whole_weight(name) for name in bare.state_dict()}
+        self.engine.load_weights(weights, self.update)
 
     def count_solved(self, found: Experience) -> None:
         """Tell the curriculum how the prompts went, on all processes."""
@@ -573,7 +578,11 @@ class Reinforcement:
         if (self.start_folder / "chat_template.jinja").is_file():
             tokenizer = ChatTokenizer(self.tokenizer)
         read = None if self.plain is self.model else state.reader(self.plain, checkpoint)
-        return save_model(self.plain, tokenizer, directory, facts | {"sources": {}, "evals": {}}, read=read)
+        model = self.plain
+        if adapted(model):
+            save_adapter(self.out / FOLDER, model, str(self.config.run.init_from))
+            model, read = merged(model, read)
+        return save_model(model, tokenizer, directory, facts | {"sources": {}, "evals": {}}, read=read)
 
     def close(self) -> None:
         """Stop threads and processes, close files, give the signal handlers back."""

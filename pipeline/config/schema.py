@@ -273,6 +273,15 @@ class TrackSection(Section):
     'earlyfusion[track]'), wandb, trackio, ..."""
 
 
+class AdapterSection(Section):
+    rank: PositiveInt | None = None
+    """Rank of LoRA adapters: the weights stay, two thin matrices beside each are trained; "null": none."""
+    alpha: PositiveFloat = 32.0
+    """An adapter is added with the factor alpha / rank."""
+    targets: list[str] = ["decoder.*.self_attn.*_proj*", "decoder.*.mlp.*", "decoder.*.shared_experts.*"]
+    """Linear layers that get one, as fnmatch patterns of their names."""
+
+
 class SandboxSection(Section):
     allow_weaker: bool = False
     """Run programs of the model although walls of the sandbox are missing on this machine
@@ -290,6 +299,7 @@ class RunConfig(Section):
     vision: VisionConfig
     model: ModelConfig
     optim: OptimSection = OptimSection()
+    adapter: AdapterSection = AdapterSection()
     stages: list[StageSection] = Field(min_length=1)
     train: TrainSection = TrainSection()
     parallel: ParallelSection = ParallelSection()
@@ -326,6 +336,12 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) != len(names):
             raise ValueError(f"stages: two stages share a name: {', '.join(names)}")
+
+        if self.adapter.rank and (self.parallel.dp_shard, self.parallel.ep, self.parallel.pp) != (1, 1, 1):
+            raise ValueError(
+                "adapter.rank trains a model that every process holds: dp_shard = ep = pp = 1 (dp_replicate"
+                " and cp are free)"
+            )
 
         # A name that is no source would weigh nothing, and nobody would notice.
         named = [("train.loss_weights", self.train.loss_weights)]

@@ -241,3 +241,29 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
     assert all(len(t.ids) <= CHECK_EVERY for t in others if t.ids[0] % 2)
     assert any(len(t.ids) == 40 for t in answers)
     assert made.engine.stats()["free_slots"] == made.engine.stats()["slots"]
+
+
+@pytest.mark.parametrize("dtype", ["same", "bfloat16"])
+def test_adapters_are_what_answers_and_what_learns(folder, tmp_path, dtype):
+    """The engine samples from base and adapter: at the first epoch its log-probabilities are the trainer's."""
+    pytest.importorskip("peft")
+    changes = {
+        "adapter": {"rank": 4},
+        "optim": {"name": "adamw", "lr": 2e-2, "weight_decay": 0.0},
+        "rollout": {"dtype": dtype},
+    }
+    made = training(folder, tmp_path / "run", **changes)
+    assert made.train() == 0
+    start, last = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "run" / "model"))
+    moved = {name for name in last if not torch.equal(last[name], start[name])}
+    assert moved and all("_proj" in name for name in moved)
+    assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
+    # What stands in the engine is the sum, whether it is the trained model or a copy.
+    made.refresh_engine()
+    weights_of = made.engine.model.state_dict()
+    for name, layer in made.model.named_modules():
+        if hasattr(layer, "lora_A") and dtype == "bfloat16":
+            with torch.no_grad():
+                assert torch.equal(weights_of[f"{name}.weight"], layer.weight.bfloat16()), name
+    gaps = [record["mismatch_max"] for record in numbers(tmp_path / "run")]
+    assert gaps and max(gaps) < (1e-4 if dtype == "same" else 0.5)
