@@ -68,6 +68,12 @@ class ModelConfig(BaseModel):
     """width of the dense feed-forward layers"""
     rms_norm_eps: PositiveFloat = 1e-5
     """epsilon of every RMSNorm that names none of its own"""
+    hidden_act: Literal["silu", "situ"] = "silu"
+    """activation of every feed-forward: SwiGLU, or K3's bounded SiTU"""
+    activation_situ_beta: PositiveFloat = 4.0
+    """SiTU: bound of the gate"""
+    activation_situ_linear_beta: PositiveFloat | None = 25.0
+    """SiTU: bound of the other factor; null: none"""
     initializer_range: PositiveFloat = 0.02
     """standard deviation of fresh weights"""
     tie_word_embeddings: bool = False
@@ -108,6 +114,10 @@ class ModelConfig(BaseModel):
     """experts that every token passes as well"""
     moe_intermediate_size: Width = 1024
     """width of one expert"""
+    routed_expert_hidden_size: Width | None = None
+    """K3: experts work on a latent of this width, projected down and up; null: on the whole width"""
+    latent_moe_use_norm: bool = True
+    """K3: RMSNorm of the experts' sum before it is projected up"""
     first_k_dense_replace: NonNegativeInt = 1
     """first layers whose feed-forward is dense"""
     moe_layer_freq: PositiveInt = 1
@@ -199,6 +209,13 @@ class ModelConfig(BaseModel):
         """Sub-layers (attention or feed-forward) per AttnRes block; full AttnRes is blocks of one
         sub-layer."""
         return 1 if self.attn_res == "full" else 2 * self.attn_res_block_size
+
+    @property
+    def situ(self) -> tuple[float, float | None] | None:
+        """(bound of the gate, of the other factor) of SiTU; None for SwiGLU."""
+        if self.hidden_act == "silu":
+            return None
+        return self.activation_situ_beta, self.activation_situ_linear_beta
 
     @property
     def qk_head_dim(self) -> int:

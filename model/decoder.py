@@ -134,7 +134,7 @@ class DecoderLayer(nn.Module):
         if self.sparse:
             self.block_sparse_moe = MixtureOfExperts(config)
         else:
-            self.mlp = SwiGLU(hidden, config.intermediate_size, std)
+            self.mlp = SwiGLU(hidden, config.intermediate_size, std, config.situ)
 
         # In place of the residual stream: what each of the two sub-layers reads of earlier outputs.
         self.attn_res = config.attn_res != "none"

@@ -87,11 +87,13 @@ def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, floa
 
     # Feed-forward, useful work only: the chosen and the shared experts, and the router's scores.
     rooms: dict[str, float] = defaultdict(float)
-    width = config.moe_intermediate_size * (config.num_experts_per_token + config.num_shared_experts)
+    latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
+    experts = 3 * width * config.num_experts_per_token * (latent or hidden)
+    experts += 3 * width * config.num_shared_experts * hidden + 2 * hidden * (latent or 0)
     for index, kind in enumerate(config.plan()):
         rooms[kind] += mixers[kind]
         if config.is_moe(index):
-            rooms["moe"] += 2 * tokens * hidden * (3 * width + config.num_experts)
+            rooms["moe"] += 2 * tokens * (experts + hidden * config.num_experts)
         else:
             rooms["dense"] += 2 * tokens * hidden * 3 * config.intermediate_size
 

@@ -51,6 +51,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.moe.naive import Situ, activate
 from earlyfusion.kernels.products import linear, without_autocast
 from earlyfusion.model.config import ModelConfig
 
@@ -110,18 +111,21 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """y = W_down (silu(W_gate x) * W_up x): feed-forward of the first, dense layers and the shared experts of
-    a MoE layer."""
+    """y = W_down (silu(W_gate x) * W_up x), or SiTU of both: feed-forward of the first, dense layers and the
+    shared experts of a MoE layer."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, std: float) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, std: float, situ: Situ | None = None
+    ) -> None:
         super().__init__()
+        self.situ = situ
         self.gate_proj = Linear(hidden_size, intermediate_size, std)
         self.up_proj = Linear(hidden_size, intermediate_size, std)
         self.down_proj = Linear(intermediate_size, hidden_size, std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         # Two matrices and not one joined: the names and shapes of public checkpoints.
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        return self.down_proj(activate(self.gate_proj(x_TD), self.up_proj(x_TD), self.situ))
 
 
 class Fp32State(nn.Module):
@@ -199,11 +203,14 @@ class Router(Fp32State):
 
 
 class Experts(nn.Module):
-    """Fused routed experts: gate_up_proj [E, 2F, D] (gate rows first), down_proj [E, D, F]."""
+    """Fused routed experts: gate_up_proj [E, 2F, D] (gate rows first), down_proj [E, D, F]; D is the width of
+    the latent where there is one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        experts, width = config.num_experts, config.moe_intermediate_size
+        hidden = config.routed_expert_hidden_size or config.hidden_size
+        self.situ = config.situ
         self.std = config.initializer_range
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
@@ -215,7 +222,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
         experts = resolve("moe_experts", x_TD)
-        return experts(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj)
+        return experts(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj, self.situ)
 
 
 class MixtureOfExperts(Fp32State):
@@ -234,8 +241,15 @@ class MixtureOfExperts(Fp32State):
         self.balance, self.update_rate = config.router_balance, config.router_bias_update_rate
         self.gate = Router(config)
         self.experts = Experts(config)
+        hidden, latent, std = config.hidden_size, config.routed_expert_hidden_size, config.initializer_range
+        self.latent = latent is not None
+        if latent is not None:
+            self.routed_expert_down_proj = Linear(hidden, latent, std)
+            self.routed_expert_up_proj = Linear(latent, hidden, std)
+            normed = config.latent_moe_use_norm
+            self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if normed else None
         shared = config.num_shared_experts * config.moe_intermediate_size
-        self.shared_experts = SwiGLU(config.hidden_size, shared, config.initializer_range) if shared else None
+        self.shared_experts = SwiGLU(hidden, shared, std, config.situ) if shared else None
 
         # Since the last optimizer step: tokens per expert, and what the quantile rule looks at.
         self.register_buffer("load", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
@@ -259,7 +273,13 @@ class MixtureOfExperts(Fp32State):
         ids_TJ, weights_TJ, scores_TE = self.gate(x_TD)
         if self.training and torch.is_grad_enabled():
             self._count(ids_TJ, scores_TE.detach(), counted_T)
-        y_TD = self.experts(x_TD, ids_TJ, weights_TJ)
+        if self.latent:
+            # Latent MoE (Kimi K3): the router and the shared experts see the whole width.
+            y_TD = self.experts(self.routed_expert_down_proj(x_TD), ids_TJ, weights_TJ)
+            y_TD = y_TD if self.routed_expert_norm is None else self.routed_expert_norm(y_TD)
+            y_TD = self.routed_expert_up_proj(y_TD)
+        else:
+            y_TD = self.experts(x_TD, ids_TJ, weights_TJ)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
 
     @torch.no_grad()

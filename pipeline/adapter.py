@@ -13,6 +13,7 @@ merged model. Source: LoRA (arXiv 2106.09685).
 """
 
 import math
+import shutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -145,5 +146,8 @@ def save_adapter(folder: Path, model: NativeFusion, base: str) -> Path:
         inference_mode=True,
     )
     lora.save_pretrained(str(folder))
-    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    file = folder / "adapter_model.safetensors"
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    # safetensors writes 600, whatever the umask.
+    shutil.copymode(folder / "adapter_config.json", file)
     return folder

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.moe.naive import Situ, activate
 from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
@@ -140,7 +141,13 @@ class _Groups:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+        ctx: Any,
+        x_TD: Tensor,
+        ids_TJ: Tensor,
+        weights_TJ: Tensor,
+        gate_up_ECD: Tensor,
+        down_EDF: Tensor,
+        situ: Situ | None,
     ) -> Tensor:
         choices = ids_TJ.shape[1]
         experts, hidden, width = down_EDF.shape
@@ -153,11 +160,11 @@ class _Experts(torch.autograd.Function):
             )
             gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
             # The router weight on the F-wide activation: the product after it is linear.
-            act_PF = F.silu(gate_PF).mul_(up_PF).mul_(groups.weights(weights_TJ, wide))
+            act_PF = activate(gate_PF, up_PF, situ).mul_(groups.weights(weights_TJ, wide))
             y_PD = groups.rows_by_weight(act_PF.to(dtype), down_EDF.to(dtype))
             y_TD = _sum_choices(y_PD, groups.slot_R, choices, wide)
         ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_PC)
-        ctx.groups, ctx.dtypes = groups, (dtype, wide)
+        ctx.groups, ctx.dtypes, ctx.situ = groups, (dtype, wide), situ
         return y_TD.to(dtype)
 
     @staticmethod
@@ -170,15 +177,18 @@ class _Experts(torch.autograd.Function):
             dy_PD = dy_TD.to(dtype).index_select(0, token_P)
             weight_P1 = groups.weights(weights_TJ, wide)
             gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
-            silu_PF = F.silu(gate_PF)
-            act_PF = silu_PF * up_PF
+            silu_PF = F.silu(gate_PF) if ctx.situ is None else None
+            act_PF = activate(gate_PF, up_PF, ctx.situ) if silu_PF is None else silu_PF * up_PF
             dact_PF = groups.rows_by_weight(dy_PD, down_EDF.to(dtype).transpose(1, 2)).to(wide)
             # Before the weight is multiplied in.
             dweights_TJ = torch.linalg.vecdot(dact_PF, act_PF)[groups.slot_R].view_as(weights_TJ)
             ddown_EDF = groups.rows_by_rows(dy_PD, act_PF.mul_(weight_P1).to(dtype))
             dact_PF = dact_PF * weight_P1
-            dgate_PF = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF)
-            dh_PC = torch.cat([dgate_PF.to(dtype), silu_PF.mul_(dact_PF).to(dtype)], dim=-1)
+            if silu_PF is None:
+                slopes = _situ_slopes(gate_PF, up_PF, dact_PF, ctx.situ)
+            else:
+                slopes = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF), silu_PF.mul_(dact_PF)
+            dh_PC = torch.cat([slope.to(dtype) for slope in slopes], dim=-1)
             dgate_up_ECD = groups.rows_by_rows(dh_PC, x_TD.to(dtype).index_select(0, token_P))
             dx_PD = groups.rows_by_weight(dh_PC, gate_up_ECD.to(dtype).transpose(1, 2))
             dx_TD = _sum_choices(dx_PD, groups.slot_R, choices, wide)
@@ -188,7 +198,15 @@ class _Experts(torch.autograd.Function):
             dweights_TJ.to(weights_TJ.dtype),
             dgate_up_ECD.to(gate_up_ECD.dtype),
             ddown_EDF.to(down_EDF.dtype),
+            None,
         )
+
+
+def _situ_slopes(gate: Tensor, up: Tensor, dact: Tensor, situ: Situ) -> tuple[Tensor, ...]:
+    """Gradients of gate and up."""
+    with torch.enable_grad():
+        given = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        return torch.autograd.grad(activate(*given, situ), given, dact)
 
 
 def _sum_choices(rows_PD: Tensor, slot_R: Tensor, choices: int, wide: torch.dtype) -> Tensor:
@@ -202,7 +220,12 @@ def _sum_choices(rows_PD: Tensor, slot_R: Tensor, choices: int, wide: torch.dtyp
 
 
 def moe_experts(
-    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+    x_TD: Tensor,
+    expert_ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    gate_up_ECD: Tensor,
+    down_EDF: Tensor,
+    situ: Situ | None = None,
 ) -> Tensor:
     """Expert mixture y_TD, dropless: every (token, choice) pair is computed, whatever the load of its expert.
 
@@ -210,13 +233,14 @@ def moe_experts(
         expert_ids_TJ: int64 in [0, E), J >= 1.
         weights_TJ: router weights, usually float32; differentiable.
         gate_up_ECD: the first F of the C = 2F rows are the gate.
+        situ: see :mod:`earlyfusion.kernels.moe.naive`.
     Returns:
         y_TD in the compute dtype of x and the expert weights (see :mod:`earlyfusion.kernels.products`).
     Raises:
         ValueError: shapes do not belong together.
     """
     check_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-    return _Experts.apply(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
+    return _Experts.apply(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF, situ)
 
 
 # ---- inference on a CPU ----
@@ -229,11 +253,16 @@ Part = tuple[int, slice, slice]
 
 
 def moe_experts_alone(
-    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+    x_TD: Tensor,
+    expert_ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    gate_up_ECD: Tensor,
+    down_EDF: Tensor,
+    situ: Situ | None = None,
 ) -> Tensor:
     """See :func:`earlyfusion.kernels.moe.naive.moe_experts`; no gradient."""
     if not x_TD.shape[0] or x_TD.dtype != down_EDF.dtype:
-        return moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
+        return moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF, situ)
     (experts, _, width), choices = down_EDF.shape, expert_ids_TJ.shape[1]
 
     # Sort the rows by expert. numpy: a fifth of torch's time for a few rows.
@@ -254,7 +283,7 @@ def moe_experts_alone(
     order_R = torch.from_numpy(order)
     h_RC = _grouped(x_TD.index_select(0, order_R // choices), gate_up_ECD, parts)
     weight_R1 = weights_TJ.flatten().index_select(0, order_R).to(x_TD.dtype).unsqueeze(1)
-    act_RF = F.silu(h_RC[:, :width]).mul_(h_RC[:, width:]).mul_(weight_R1)
+    act_RF = activate(h_RC[:, :width], h_RC[:, width:], situ).mul_(weight_R1)
     y_RD = _grouped(act_RF, down_EDF, parts)
 
     # Back into the order of the tokens, and the sum over each token's choices.

@@ -35,6 +35,7 @@ from triton.language import constexpr
 from earlyfusion.kernels.attention.triton.flash import dot
 from earlyfusion.kernels.launch import check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
+from earlyfusion.kernels.moe.naive import Situ
 from earlyfusion.kernels.products import compute_dtype
 from earlyfusion.kernels.segments import FLOATS, check_experts, check_tensors
 
@@ -343,18 +344,23 @@ class _Experts(torch.autograd.Function):
 
 
 def moe_experts(
-    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+    x_TD: Tensor,
+    expert_ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    gate_up_ECD: Tensor,
+    down_EDF: Tensor,
+    situ: Situ | None = None,
 ) -> Tensor:
     """Expert mixture y_TD, dropless; see :func:`earlyfusion.kernels.moe.naive.moe_experts`.
 
-    Empty inputs go to the plain torch form.
+    Empty inputs, and SiTU, go to the plain torch form.
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together.
     """
     check_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-    if expert_ids_TJ.numel() == 0:
-        return grouped.moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
+    if expert_ids_TJ.numel() == 0 or situ is not None:
+        return grouped.moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF, situ)
     floats = {"x_TD": x_TD, "weights_TJ": weights_TJ, "gate_up_ECD": gate_up_ECD, "down_EDF": down_EDF}
     check_tensors("moe_experts", x_TD, FLOATS, "any", **floats)
     check_tensors("moe_experts", x_TD, (torch.int64,), "any", expert_ids_TJ=expert_ids_TJ)

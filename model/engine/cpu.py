@@ -43,7 +43,10 @@ SHARE_OF_MEMORY = 0.5
 
 
 def can_compile(decoder: Decoder, pools: Pools) -> bool:
-    """float32 on a CPU, states by slot, a library, and memory for a copy of the weights."""
+    """float32 on a CPU, states by slot, SwiGLU on the whole width, a library, and memory for a copy of the
+    weights."""
+    if decoder.config.situ is not None or decoder.config.routed_expert_hidden_size is not None:
+        return False
     # The joined weights are copies in another layout: both stand in memory.
     needed = 0
     for weight in decoder.parameters():

@@ -8,6 +8,7 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 | family (`model_type`) | taken | differs |
 |---|---|---|
 | kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
+| kimi_k3 | text, tower, projector | `A_log` filled up to whole 128s; MXFP4 is refused |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
 | siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
 | deepseek_v3 (Moonlight) | parts, to begin with | RoPE in MLA; `mlp.experts.{e}.gate_proj` and the like |
@@ -22,6 +23,7 @@ Sources: published config.json files and modelling code; the weight conversion m
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,13 @@ from earlyfusion.model.hub.config import MODEL_TYPE, ModelDirectoryError, fault,
 from earlyfusion.model.hub.folder import tensor_headers, weight_files
 from earlyfusion.vision.config import VisionConfig
 
+HEAD_TILE = 128
 TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "mm_projector."
 
 # Key of a kimi_linear configuration -> the only value that our model computes.
 FIXED: Record = {
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "hidden_act": "silu",
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
     "num_expert_group": 1,
@@ -65,6 +67,10 @@ IDLE = set(
     ).split()
 )
 OWN = ("num_experts_per_tok", "num_experts_per_token")
+# Kimi K3's words for what ours calls otherwise, or what only its kernels ask.
+K3 = {"topk_method", "mla_use_output_gate", "activation_situ_beta", "activation_situ_linear_beta"}
+K3_LINEAR = {"use_full_rank_gate": "full_rank_output_gate"}
+KERNELS = ("kda_", "situ_backend", "attn_res_triton")
 VISION_FIXED: Record = {
     "hidden_act": "gelu_pytorch_tanh",
     "attention_dropout": 0.0,
@@ -75,15 +81,28 @@ VISION_FIXED: Record = {
     "mm_projector_type": "patchmerger",
     "projector_hidden_act": "gelu",
 }
+# What MoonViT-V2 has in place of its predecessors' biases, norms and projector.
+V2_FIXED: Record = {
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "attn_bias": False,
+    "patch_embed_proj_bias": False,
+    "linear_bias": False,
+    "mlp_type": "mlp2",
+    "activation_func": "gelu_pytorch_tanh",
+    "pos_emb_interpolation_mode": "bilinear",
+}
 VISION_IDLE = set(
     (
         "image_size layer_norm_eps merge_kernel_size rope_parameters rope_theta mm_hidden_size"
-        " text_hidden_size vision_use_head"
+        " text_hidden_size vision_use_head ignore_index media_placeholder_token_id pad_token_id"
+        " qkv_hidden_size"
     ).split()
 )
 # Family -> what its tower is, but for its sizes.
 TOWERS = {
     "kimi_k25": "moonvit3d",
+    "kimi_k3": "moonvit_v2",
     "kimi_vl": "moonvit",
     "siglip": "moonvit",
     "siglip_vision_model": "moonvit",
@@ -127,14 +146,24 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
     """A kimi_linear configuration in our words. Raises ModelDirectoryError for anything that our decoder does
     not compute."""
     known = set(ModelConfig.model_fields) - {"linear_attn_config", "initializer_range"}
+    raw = {key: value for key, value in raw.items() if not key.startswith(KERNELS)}
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise refuse(path, f"quantised weights ({method}); convert the checkpoint to bfloat16 first")
+    if raw.get("hidden_act", "silu") not in ("silu", "situ"):
+        raise refuse(path, f"hidden_act is {raw['hidden_act']!r}; the model here computes 'silu' and 'situ'")
     values = {key: value for key, value in raw.items() if key in known and value is not None}
     values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
-    lose_nothing(path, raw, FIXED, known | IDLE | set(OWN))
+    lose_nothing(path, raw, FIXED, known | IDLE | set(OWN) | K3)
+    values |= {"mla_output_gate": True} if raw.get("mla_use_output_gate") else {}
+    # Its unit is ours: layers of a block.
+    values |= {"attn_res": "block"} if raw.get("attn_res_block_size") and "attn_res" not in raw else {}
+    values |= {"router_balance": "quantile"} if raw.get("routed_expert_hidden_size") else {}
     heads = raw.get("num_key_value_heads")
     if heads is not None and heads != raw.get("num_attention_heads"):
         raise refuse(path, f"num_key_value_heads is {heads}; MLA here has as many as num_attention_heads")
 
-    linear = dict(raw.get("linear_attn_config") or {})
+    linear = {K3_LINEAR.get(key, key): v for key, v in dict(raw.get("linear_attn_config") or {}).items()}
     if "layer_types" in raw:
         kinds = list(enumerate(raw["layer_types"], 1))
         full = [index for index, kind in kinds if kind == "full_attention"]
@@ -167,7 +196,8 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
 
 def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
     """A tower's configuration in our words. Raises ModelDirectoryError."""
-    lose_nothing(path, raw, VISION_FIXED, set(VISION_KEYS) | VISION_IDLE | IDLE)
+    fixed = VISION_FIXED | (V2_FIXED if family == "kimi_k3" else {})
+    lose_nothing(path, raw, fixed, set(VISION_KEYS) | VISION_IDLE | IDLE)
     values = {ours: raw[theirs] for theirs, ours in VISION_KEYS.items() if raw.get(theirs) is not None}
     rope = raw.get("rope_parameters") or raw
     values |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
@@ -178,7 +208,8 @@ def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
     merge = raw.get("merge_kernel_size") or (2, 2)
     values["merge_kernel_size"] = tuple(merge) if isinstance(merge, list | tuple) else (merge, merge)
     if "hidden_size" in values and "num_attention_heads" in values:
-        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+        width = raw.get("qkv_hidden_size") or values["hidden_size"]
+        values.setdefault("head_dim", width // values["num_attention_heads"])
     try:
         return VisionConfig.preset(TOWERS[family], **values)
     except ValidationError as error:
@@ -241,7 +272,7 @@ class Foreign:
             self.vision = vision_config(path, self.family, self.raw)
         self.tied = bool(self.raw.get("tie_word_embeddings"))
         if self.text is None and self.vision is None and not (warm and self.family in WARM):
-            known = "kimi_linear, kimi_k25, kimi_vl, siglip, siglip_vision_model"
+            known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip_vision_model"
             hint = "; --like RECIPE takes what fits of it" if self.family in WARM else ""
             raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}{hint}")
         self.shapes = self._headers()
@@ -256,7 +287,13 @@ class Foreign:
                 self.folder,
                 f"{pickled[0]} is a pickle, which can run code when it is read; convert it to safetensors",
             )
-        return tensor_headers(weight_files(self.folder))
+        found = tensor_headers(weight_files(self.folder))
+        # Kernels want whole tiles of heads: what is behind the last head is filling.
+        heads = self.text.linear_attn_config.num_heads if self.text is not None else 0
+        for name, (path, shape, dtype) in found.items():
+            if name.endswith("A_log") and heads < prod(shape) == -(-heads // HEAD_TILE) * HEAD_TILE:
+                found[name] = path, [heads], dtype
+        return found
 
     @property
     def has_projector(self) -> bool:
@@ -335,7 +372,8 @@ class Foreign:
         if self._open is None or self._open[0] != path:
             self._open = path, safe_open(str(path), framework="pt")
         tensor: Tensor = self._open[1].get_tensor(name)
-        return tensor
+        wanted = prod(self.shapes[name][1])
+        return tensor if tensor.numel() == wanted else tensor.flatten()[:wanted]
 
 
 def _projector(raw: Record) -> Record:

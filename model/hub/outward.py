@@ -51,6 +51,9 @@ OTHER_TEXT = {
     "router_bias_update_rate",
     "linear_attn_config",
     "attn_res_block_size",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+    "latent_moe_use_norm",
 }
 LINEAR_KEYS = ("num_heads", "head_dim", "short_conv_kernel_size")
 VISION_KEYS = tuple(

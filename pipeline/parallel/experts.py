@@ -59,7 +59,7 @@ class Exchange:
         ids = all_to_all((ids_N % own)[:, None], leaving, arriving, self.group)
         weights = all_to_all(weights_TJ.flatten()[order_N, None], leaving, arriving, self.group)
 
-        done = resolve("moe_experts", rows)(rows, ids, weights, gate_up, down)
+        done = resolve("moe_experts", rows)(rows, ids, weights, gate_up, down, self.experts.situ)
         home_ND = all_to_all(done, arriving, leaving, self.group)
         return torch.zeros_like(x_TD, dtype=home_ND.dtype).index_add(0, token_N, home_ND)
 

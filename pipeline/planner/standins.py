@@ -206,7 +206,9 @@ def max_logit(q: Tensor, k: Tensor, lse_TH: Tensor, *_: Any, **__: Any) -> Tenso
     return lse_TH.amax(dim=0).float()
 
 
-def moe_experts(x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def moe_experts(
+    x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, gate_up: Tensor, down: Tensor, situ: object = None
+) -> Tensor:
     """kernels/moe: the input and the pre-activations [N, 2F] of balanced experts are kept."""
     pairs, hidden, width = ids_TJ.numel(), x_TD.shape[1], down.shape[2]
     dtype = compute_dtype(x_TD, gate_up, down)

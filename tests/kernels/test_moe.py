@@ -126,3 +126,28 @@ def test_an_id_outside_the_experts_gives_nan_for_its_token_only():
     ids[4, 1] = 99
     bad = triton_experts.moe_experts(leaves[0], ids, *leaves[1:])
     assert bad[4].isnan().all() and torch.equal(bad[[0, 8]], good[[0, 8]])
+
+
+@pytest.mark.parametrize("situ", [(4.0, 25.0), (1.5, None)])
+def test_situ_is_its_formula_in_every_form(situ):
+    """SiTU (Kimi K3): beta tanh(g / beta) sigmoid(g) and lambda tanh(u / lambda), the loop and sorted, and
+    the gradients of both by differences."""
+    ids, (x, weights, gate_up, down) = tensors(37, 2, 24, 5, 20, seed=1)
+    beta, bound = situ
+    y = torch.zeros_like(x)
+    for t in range(37):
+        for j in range(2):
+            g, u = (3.0 * gate_up[ids[t, j]] @ x[t]).chunk(2)
+            u = u if bound is None else bound * torch.tanh(u / bound)
+            act = beta * torch.tanh(g / beta) / (1 + torch.exp(-g)) * u
+            y[t] += weights[t, j] * (down[ids[t, j]] @ act)
+    for form in (naive, grouped, triton_experts):
+        got = form.moe_experts(x, ids, weights, 3.0 * gate_up, down, situ)
+        torch.testing.assert_close(got, y, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        grouped.moe_experts_alone(x, ids, weights, 3.0 * gate_up, down, situ), y, atol=1e-12, rtol=1e-12
+    )
+    ids, leaves = tensors(5, 2, 3, 4, 2)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    run = lambda x, w, a, b: grouped.moe_experts(x, ids, w, a, b, situ)
+    assert torch.autograd.gradcheck(run, leaves)

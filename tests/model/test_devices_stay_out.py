@@ -12,7 +12,7 @@ ALLOWED = {
     "engine/runner.py": ('device.type == "cpu"', 'device.type != "cuda"'),  # exact_rows, CUDA graphs
     "engine/cpu.py": ('device.type != "cpu"',),  # the compiled form
 }
-NUMPY_ON_THE_HOST = ("engine/", "cache.py")
+NUMPY_ON_THE_HOST = ("engine/", "cache.py", "hub/portable/processing")
 
 
 def test_no_file_of_the_model_tests_a_device_or_names_a_backend():

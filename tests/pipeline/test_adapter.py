@@ -88,7 +88,8 @@ def test_an_adapter_is_the_sum_by_hand_with_its_gradients(text):
 
 
 def test_a_stage_trains_adapters_alone(tuned, model_dir, tmp_path):
-    """The base in the checkpoint is the start bit for bit; the model directory is the sum; so is an export."""
+    """The base in the checkpoint is the start bit for bit; the model directory is the sum; so is an
+    export."""
     assert cli.main(["export", str(tuned), "--to", str(tmp_path / "out")]) == EXIT_OK
     start, last, out = (
         load_file(at / "model.safetensors") for at in (model_dir, tuned / "model", tmp_path / "out")

@@ -41,6 +41,8 @@ SHAPES = {
             mla_output_gate=True,
             q_lora_rank=9,
             linear_attn_config=BOUNDED,
+            hidden_act="situ",
+            routed_expert_hidden_size=12,
         ),
         {},
     ),
@@ -207,7 +209,7 @@ def test_padding_leaves_no_trace(pairs):
         given = reader(text=texts, padding=True, padding_side=side)
         rows = theirs(**given).logits
         for row, mask, expected in zip(rows, given["attention_mask"], alone):
-            torch.testing.assert_close(row[mask.bool()], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(row[mask.bool()], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_marks_and_pictures_must_be_as_many(pairs):
@@ -420,6 +422,8 @@ REFUSED = {
     "moe_layer_freq": dict(moe_layer_freq=2),
     "num_experts = 0": dict(num_experts=0),
     "kv_norm_eps": dict(kv_norm_eps=1e-5),
+    "hidden_act": dict(hidden_act="situ"),
+    "routed_expert_hidden_size": dict(routed_expert_hidden_size=12),
     "gate_lower_bound": dict(linear_attn_config=dict(gate_lower_bound=-5.0)),
     "full_rank_output_gate": dict(linear_attn_config=dict(full_rank_output_gate=True)),
 }

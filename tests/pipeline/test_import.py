@@ -262,8 +262,8 @@ def test_a_tower_that_is_computed_otherwise_is_refused(theirs, towers, change, s
     words = (theirs["plain"][1], "--tower", source, "--to", tmp_path / "ours")
     assert imported(*words) == EXIT_USER and said in capsys.readouterr().err
     raw["vision_config"].pop(*change)
-    (source / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k3"}))
-    assert imported(*words) == EXIT_USER and "model_type 'kimi_k3'" in capsys.readouterr().err
+    (source / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k9"}))
+    assert imported(*words) == EXIT_USER and "model_type 'kimi_k9'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

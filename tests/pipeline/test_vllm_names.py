@@ -1,9 +1,8 @@
 """What vLLM's Kimi-Linear loader wants of a checkpoint, and what `export --format kimi_linear` writes.
 
-vLLM itself needs its compiled runtime. Its parameters and the rules by which its loader renames a checkpoint's
-tensors are told here after its source: model_executor/models/kimi_linear.py and layers/kda.py at commit
-8744bb0924a5 (one process).
-"""
+vLLM itself needs its compiled runtime. Its parameters and the rules by which its loader renames a
+checkpoint's tensors are told here after its source: model_executor/models/kimi_linear.py and layers/kda.py at
+commit 8744bb0924a5 (one process)."""
 
 import json
 import re

@@ -245,7 +245,8 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
 
 @pytest.mark.parametrize("dtype", ["same", "bfloat16"])
 def test_adapters_are_what_answers_and_what_learns(folder, tmp_path, dtype):
-    """The engine samples from base and adapter: at the first epoch its log-probabilities are the trainer's."""
+    """The engine samples from base and adapter: at the first epoch its log-probabilities are the
+    trainer's."""
     pytest.importorskip("peft")
     changes = {
         "adapter": {"rank": 4},

@@ -69,17 +69,25 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gate, up and down by these names: those of dense layers, or of one expert."""
+    """Gate, up and down by these names: those of dense layers, or of one expert; SiTU where config says
+    so."""
 
-    def __init__(self, hidden, width, names=("gate_proj", "up_proj", "down_proj")):
+    def __init__(self, config, hidden, width, names=("gate_proj", "up_proj", "down_proj")):
         super().__init__()
+        bounds = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.situ = bounds if config.hidden_act == "situ" else None
         self.names = names
         for name, shape in zip(names, [(hidden, width), (hidden, width), (width, hidden)]):
             self.add_module(name, nn.Linear(*shape, bias=False))
 
     def forward(self, x):
         gate, up, down = (getattr(self, name) for name in self.names)
-        return down(F.silu(gate(x)) * up(x))
+        g, u = gate(x), up(x)
+        if self.situ is None:
+            return down(F.silu(g) * u)
+        beta, bound = self.situ
+        u = u if bound is None else bound * torch.tanh(u / bound)
+        return down(beta * torch.tanh(g / beta) * g.sigmoid() * u)
 
 
 class Router(nn.Module):
@@ -106,20 +114,31 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         hidden, width = config.hidden_size, config.moe_intermediate_size
         self.gate = Router(config)
-        self.experts = nn.ModuleList(
-            SwiGLU(hidden, width, ("w1", "w3", "w2")) for _ in range(config.num_experts)
-        )
+        latent = config.routed_expert_hidden_size
+        names = ("w1", "w3", "w2")
+        experts = (SwiGLU(config, latent or hidden, width, names) for _ in range(config.num_experts))
+        self.experts = nn.ModuleList(experts)
+        self.latent = latent is not None
+        if self.latent:
+            self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+            self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+            normed = config.latent_moe_use_norm
+            self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if normed else None
         shared = config.num_shared_experts * width
-        self.shared_experts = SwiGLU(hidden, shared) if shared else None
+        self.shared_experts = SwiGLU(config, hidden, shared) if shared else None
 
     def forward(self, x):
         flat = x.flatten(0, -2)
         chosen, weights = self.gate(flat)
-        y = torch.zeros_like(flat)
+        inside = self.routed_expert_down_proj(flat) if self.latent else flat
+        y = torch.zeros_like(inside)
         for index in chosen.unique().tolist():
             rows, places = (chosen == index).nonzero(as_tuple=True)
-            out = self.experts[index](flat[rows]) * weights[rows, places, None].to(flat.dtype)
+            out = self.experts[index](inside[rows]) * weights[rows, places, None].to(flat.dtype)
             y = y.index_add(0, rows, out)
+        if self.latent:
+            y = y if self.routed_expert_norm is None else self.routed_expert_norm(y)
+            y = self.routed_expert_up_proj(y)
         if self.shared_experts is not None:
             y = y + self.shared_experts(flat)
         return y.view_as(x)
@@ -279,7 +298,7 @@ class DecoderLayer(nn.Module):
         if config.is_moe(index):
             self.block_sparse_moe = MixtureOfExperts(config)
         else:
-            self.mlp = SwiGLU(hidden, config.intermediate_size)
+            self.mlp = SwiGLU(config, hidden, config.intermediate_size)
         if self.attn_res != "none":
             for name in ("self_attention", "mlp"):
                 self.add_module(f"{name}_res_proj", nn.Linear(hidden, 1, bias=False))

@@ -1,0 +1,245 @@
+"""Kimi K3 checkpoints: latent experts, SiTU, gates, Attention Residuals, MoonViT-V2; each trap of its files,
+and NVIDIA's implementation of the same blocks where it is installed (`pip install --no-deps
+nemo-automodel`)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_dropin import made
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.layers import MixtureOfExperts, SwiGLU
+from earlyfusion.model.mixers import MultiHeadLatentAttention
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.load import load
+from tests.model.tiny import tiny_text
+
+K3 = dict(
+    attn_res="block",
+    attn_res_block_size=2,
+    mla_output_gate=True,
+    q_lora_rank=9,
+    linear_attn_config={"gate_lower_bound": -5.0, "full_rank_output_gate": True},
+    hidden_act="situ",
+    routed_expert_hidden_size=12,
+    router_balance="quantile",
+    routed_scaling_factor=1.0,
+)
+TEXT_KEYS = (
+    "vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads kv_lora_rank q_lora_rank"
+    " qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_token num_shared_experts"
+    " moe_intermediate_size first_k_dense_replace hidden_act routed_expert_hidden_size attn_res_block_size"
+    " routed_scaling_factor rms_norm_eps bos_token_id eos_token_id pad_token_id activation_situ_beta"
+    " activation_situ_linear_beta latent_moe_use_norm"
+).split()
+
+
+@pytest.fixture(scope="module")
+def released(tokenizer, tmp_path_factory):
+    """(our model, a folder that holds it as a K3 release would)."""
+    base = tmp_path_factory.mktemp("k3")
+    model = made(base / "ours", Tokenizer.load(tokenizer), K3, {"norm_eps": 2.0**-7}, seed=4)
+    text, vision = model.config.text, model.config.vision
+    tensors = load_file(base / "ours" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("A_log")]:
+        # Kernels want 128 heads: the rest is filling, here such that it would be noticed.
+        tensors[name] = torch.cat([tensors[name].flatten(), torch.full((125,), 50.0)]).view(1, 1, 128, 1)
+    plan = list(enumerate(text.plan(), 1))
+    linear = dict(
+        num_heads=3,
+        head_dim=8,
+        short_conv_kernel_size=4,
+        gate_lower_bound=-5.0,
+        use_full_rank_gate=True,
+        kda_layers=[i for i, kind in plan if kind == "kda"],
+        full_attn_layers=[i for i, kind in plan if kind == "mla"],
+    )
+    raw = {
+        "model_type": "kimi_k3",
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "media_placeholder_token_id": model.config.media_token_id,
+        "text_config": {
+            **text.model_dump(mode="json", include={*TEXT_KEYS}),
+            "model_type": "kimi_linear",
+            "linear_attn_config": linear,
+            "mla_use_output_gate": True,
+            "mla_use_nope": True,
+            "topk_method": "noaux_tc",
+            "kda_mode": "chunk",
+            "head_dim": 8,
+        },
+        "vision_config": {
+            "model_type": "kimi_k3_vision",
+            "patch_size": vision.patch_size,
+            "vt_hidden_size": vision.hidden_size,
+            "vt_num_hidden_layers": vision.num_hidden_layers,
+            "vt_num_attention_heads": vision.num_attention_heads,
+            "vt_intermediate_size": vision.intermediate_size,
+            "qkv_hidden_size": vision.qkv_width,
+            "init_pos_emb_height": vision.pos_emb_height,
+            "init_pos_emb_width": vision.pos_emb_width,
+            "norm_type": "rmsnorm",
+            "attn_bias": False,
+            "mm_projector_type": "patchmergerv2",
+            "projector_ln_eps": 1e-5,
+            "pos_emb_interpolation_mode": "bilinear",
+        },
+    }
+    (base / "theirs").mkdir()
+    save_file(tensors, str(base / "theirs" / "model.safetensors"))
+    (base / "theirs" / "config.json").write_text(json.dumps(raw))
+    for file in Path(tokenizer).iterdir():
+        shutil.copy(file, base / "theirs")
+    return model, base / "theirs"
+
+
+def imported(source, to) -> int:
+    return cli.main(["import", str(source), "--to", str(to)])
+
+
+def test_a_release_comes_in_whole(released, tmp_path):
+    """Every weight bit for bit, and every word of its configuration: block unit, gates, the norm's eps that a
+    bf16 RMSNorm of torch takes by itself."""
+    model, folder = released
+    assert imported(folder, tmp_path / "ours") == EXIT_OK
+    ours = load_model(tmp_path / "ours")
+    # Not in a release: how weights were drawn; there always: the lists of layers.
+    outside = {"initializer_range", "linear_attn_config"}
+    said = [each.config.text.model_dump(exclude=outside) for each in (ours, model)]
+    assert said[0] == said[1] and ours.config.text.plan() == model.config.text.plan()
+    assert ours.config.vision.norm_eps == 2.0**-7 and ours.config.vision.projector_ln_eps == 1e-5
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_the_engine_answers_as_the_export_does(released, tmp_path):
+    """Latent experts and SiTU in generation: our engine against transformers' generate over the code that
+    travels along."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert imported(released[1], tmp_path / "ours") == EXIT_OK
+    assert cli.main(["export", str(tmp_path / "ours"), "--to", str(tmp_path / "out")]) == EXIT_OK
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    words = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ours = load(tmp_path / "ours")
+    for text in ("one and two", "a longer text, of some more words than the other"):
+        given = words(text, return_tensors="pt")
+        found = theirs.generate(**given, max_new_tokens=8, do_sample=False)[0, given.input_ids.shape[1] :]
+        assert ours.generate([text], max_new_tokens=8, temperature=0.0) == [
+            words.decode(found, skip_special_tokens=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "said"),
+    [
+        ("text_config", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights (mxfp4)"),
+        ("text_config", {"num_expert_group": 4}, "num_expert_group is 4"),
+        ("vision_config", {"norm_type": "layernorm"}, "norm_type is 'layernorm'"),
+        ("vision_config", {"mm_projector_type": "patchmerger"}, "mm_projector_type is 'patchmerger'"),
+        ("text_config", {"mla_use_output_gate": False}, "tensors have no place in the model"),
+    ],
+)
+def test_what_is_not_k3_is_refused(released, where, change, said, tmp_path, capsys):
+    source = shutil.copytree(released[1], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    raw[where] |= change
+    (source / "config.json").write_text(json.dumps(raw))
+    assert imported(source, tmp_path / "ours") == EXIT_USER
+    assert said in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def test_heads_that_are_filling_are_no_heads(released, tmp_path, capsys):
+    """Only whole 128s are filling; another number of heads is a mistake."""
+    source = shutil.copytree(released[1], tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("A_log"))
+    tensors[name] = torch.zeros(1, 1, 7, 1)
+    save_file(tensors, str(source / "model.safetensors"))
+    assert imported(source, tmp_path / "ours") == EXIT_USER
+    assert "A_log" in capsys.readouterr().err
+
+
+def test_latent_experts_are_their_formula():
+    """y = W_up RMSNorm(sum_j w_j expert_j(W_down x)) + shared(x), router and shared experts on the whole
+    width."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(tiny_text(**K3)).double().eval()
+    x = torch.randn(11, 24, dtype=torch.float64)
+    ids, weights, _ = layer.gate(x)
+    inside = x @ layer.routed_expert_down_proj.weight.T
+    y = torch.zeros_like(inside)
+    for t in range(11):
+        for expert, weight in zip(ids[t], weights[t]):
+            g, u = (layer.experts.gate_up_proj[expert] @ inside[t]).chunk(2)
+            act = 4.0 * torch.tanh(g / 4.0) * g.sigmoid() * 25.0 * torch.tanh(u / 25.0)
+            y[t] += weight * (layer.experts.down_proj[expert] @ act)
+    y = y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * layer.routed_expert_norm.weight
+    expected = y @ layer.routed_expert_up_proj.weight.T + layer.shared_experts(x)
+    torch.testing.assert_close(layer(x), expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def nemo():
+    pytest.importorskip("nemo_automodel")
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.kimi_k3 import model as code
+    from nemo_automodel.components.models.kimi_k3.config import KimiK3TextConfig
+
+    text = tiny_text(**K3)
+    config = KimiK3TextConfig(
+        **text.model_dump(mode="json", include={*TEXT_KEYS}),
+        linear_attn_config={
+            "num_heads": 3,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+        },
+    )
+    backend = BackendConfig(
+        attn="eager", linear="torch", rms_norm="torch", dispatcher="torch", experts="torch"
+    )
+    return code, text, config, backend
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nvidias_latent_experts_and_feed_forward(nemo, seed):
+    code, text, config, backend = nemo
+    torch.manual_seed(seed)
+    ours, x = MixtureOfExperts(text).eval(), torch.randn(29, 24)
+    theirs = code.KimiK3MoE(config, code._build_moe_config(config, torch.float32, None), backend).eval()
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.gate.weight)
+        bias = torch.randn(6) * 0.1
+        ours.gate.e_score_correction_bias.copy_(bias)
+        theirs.gate.e_score_correction_bias.copy_(bias)
+        theirs.experts.gate_and_up_projs.copy_(ours.experts.gate_up_proj.transpose(1, 2))
+        theirs.experts.down_projs.copy_(ours.experts.down_proj.transpose(1, 2))
+        for name in ("routed_expert_down_proj", "routed_expert_up_proj", "routed_expert_norm"):
+            getattr(theirs, name).weight.copy_(getattr(ours, name).weight)
+        theirs.shared_experts.load_state_dict(ours.shared_experts.state_dict())
+        torch.testing.assert_close(theirs(x[None])[0], ours(x), atol=1e-5, rtol=1e-5)
+        dense = SwiGLU(24, 40, 0.1, text.situ)
+        mlp = code.KimiK3MLP(config, dtype=torch.float32)
+        mlp.load_state_dict(dense.state_dict())
+        torch.testing.assert_close(mlp(x), dense(x), atol=1e-5, rtol=1e-5)
+
+
+def test_nvidias_gated_latent_attention(nemo):
+    code, text, config, backend = nemo
+    torch.manual_seed(2)
+    ours, x = MultiHeadLatentAttention(text).eval(), torch.randn(23, 24)
+    theirs = code.KimiMLAAttention(config, 3, backend).float().eval()
+    theirs.load_state_dict(ours.state_dict())
+    mask = torch.full((23, 23), float("-inf")).triu(1)[None, None]
+    with torch.no_grad():
+        found = theirs(x[None], attention_mask=mask)[0]
+        torch.testing.assert_close(found, ours(x, Segments((23,))), atol=1e-5, rtol=1e-5)
