@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.ranks import FILE, from_ranks
 from earlyfusion.data.sample import json_object
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import Record, write_atomic
@@ -219,11 +220,14 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a Hugging Face tokenizer directory, its tokenizer.json, or a file of that format by another
-        name (which has no tokenizer_config.json); raises DataError when it is none."""
+        name (which has no tokenizer_config.json); or a directory with Kimi's tiktoken.model. Raises DataError
+        when it is none."""
         given = Path(path)
         alone = given.is_file() and given.name != "tokenizer.json"
         directory = given.parent if given.name == "tokenizer.json" else given
         source = given if alone else directory / "tokenizer.json"
+        ranked = not source.is_file() and (directory / FILE).is_file()
+        source = directory / FILE if ranked else source
         if not source.is_file():
             found = "no tokenizer.json in it" if directory.is_dir() else "no such file or directory"
             raise DataError(
@@ -235,8 +239,11 @@ class Tokenizer:
             config = _object(config_file) if config_file.is_file() else {}
             if "chat_template" not in config and template.is_file():
                 config["chat_template"] = template.read_text(encoding="utf-8")
-            _refuse_growth(_object(source))
-            made = cls(Backend.from_file(str(source)), config)
+            if ranked:
+                made = cls(*from_ranks(directory, config))
+            else:
+                _refuse_growth(_object(source))
+                made = cls(Backend.from_file(str(source)), config)
             made.encode("a")
         except (KeyboardInterrupt, SystemExit):
             raise
