@@ -66,7 +66,9 @@ def from_ranks(folder: Path, config: Record) -> tuple[Backend, Record]:
 
     class Converter(TikTokenConverter):
         # Its own reader wants the package tiktoken.
-        load_tiktoken_bpe = staticmethod(lambda _: ranks)
+        @staticmethod
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+            return ranks
 
     backend = Converter(str(folder / FILE), pattern=PATTERN).converted()
     named = {int(i): token["content"] for i, token in (config.get("added_tokens_decoder") or {}).items()}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+import earlyfusion.vision.timm_tower  # noqa: F401  (registers itself)
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments

@@ -49,7 +49,9 @@ class VisionConfig(BaseModel):
 
     # tower
     tower: str = "moonvit"
-    """a registered tower, or "package.module:Class" of your own"""
+    """a registered tower (moonvit, timm), or "package.module:Class" of your own"""
+    timm: str | None = None
+    """tower timm: the name of the model there"""
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
     """width of the tower"""
     num_hidden_layers: int = Field(27, ge=0, le=256)

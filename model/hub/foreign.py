@@ -11,6 +11,7 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 | kimi_k3 | text, tower, projector | `A_log` filled up to whole 128s; MXFP4 is refused |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
 | siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
+| timm (`architecture`) | tower | its own names below `vision_tower.model.` (vision/timm_tower.py) |
 | deepseek_v3 (Moonlight) | parts, to begin with | RoPE in MLA; `mlp.experts.{e}.gate_proj` and the like |
 | llama, qwen2, qwen3, mistral | parts, to begin with | another attention; vocabulary and feed-forward alike |
 
@@ -37,6 +38,7 @@ from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.hub.config import MODEL_TYPE, ModelDirectoryError, fault, load_config, read_json
 from earlyfusion.model.hub.folder import tensor_headers, weight_files
 from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.timm_tower import timm_config
 
 HEAD_TILE = 128
 TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "mm_projector."
@@ -255,7 +257,8 @@ class Foreign:
         if not path.is_file():
             raise refuse(self.folder, "no config.json; give a checkpoint's folder")
         self.raw = read_json(path)
-        self.family = str(self.raw.get("model_type"))
+        # timm's own files name no model type, but the model.
+        self.family = "timm" if "architecture" in self.raw else str(self.raw.get("model_type"))
         text = self.raw.get("text_config") if isinstance(self.raw.get("text_config"), dict) else None
         text = self.raw if self.family == "kimi_linear" else text
         vision = self.raw.get("vision_config")
@@ -268,11 +271,13 @@ class Foreign:
             self.text = text_config(path, {"tie_word_embeddings": False} | text)
         if self.family in TOWERS and isinstance(vision, dict):
             self.vision = vision_config(path, self.family, vision | _projector(self.raw))
+        elif self.family == "timm":
+            self.vision = timm_config(str(self.raw["architecture"]))
         elif self.family == "siglip_vision_model":
             self.vision = vision_config(path, self.family, self.raw)
         self.tied = bool(self.raw.get("tie_word_embeddings"))
         if self.text is None and self.vision is None and not (warm and self.family in WARM):
-            known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip_vision_model"
+            known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip_vision_model, timm"
             hint = "; --like RECIPE takes what fits of it" if self.family in WARM else ""
             raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}{hint}")
         self.shapes = self._headers()
@@ -324,6 +329,8 @@ class Foreign:
                 yield Found((name.replace(".mlp.", ".block_sparse_moe."),))
         elif self.family.startswith("siglip"):
             yield from self._siglip(public)
+        elif self.family == "timm":
+            yield Found((public.removeprefix(f"{TOWER}model."),))
         else:
             yield Found((public,))
             linear = public.replace(".proj.0.", ".linear_1.").replace(".proj.2.", ".linear_2.")
@@ -354,6 +361,8 @@ class Foreign:
             return ""
         if name.startswith(("mm_projector.", "multi_modal_projector.")):
             return PROJECTOR
+        if self.family == "timm":
+            return "" if name.startswith(("head", "fc_norm", "attn_pool")) else TOWER
         if self.family.startswith("siglip"):
             # The pooling head and the text side are of another use.
             inside = name.removeprefix("vision_model.")
