@@ -390,9 +390,15 @@ def test_transformers_own_class_reads_the_text_model(plain, words, shape, tmp_pa
     close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
     gradients(ours)
 
-    assert cli.main(["import", str(at), "--tower", str(folder), "--to", str(tmp_path / "back")]) == EXIT_OK
-    first, last = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "back"))
-    assert all(torch.equal(first[name], last[name]) for name in first)
+    # Back from the export, and from what transformers saves of it.
+    theirs.save_pretrained(tmp_path / "again")
+    AutoTokenizer.from_pretrained(at).save_pretrained(tmp_path / "again")
+    first = load_file(folder / "model.safetensors")
+    for number, source in enumerate((at, tmp_path / "again")):
+        back = tmp_path / f"back-{number}"
+        assert cli.main(["import", str(source), "--tower", str(folder), "--to", str(back)]) == EXIT_OK
+        last = load_file(back / "model.safetensors")
+        assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_transformers_own_kimi_k25_reads_the_whole(words, tmp_path):

@@ -121,6 +121,27 @@ def test_what_transformers_saved_gives_its_logits(theirs, shape, tmp_path, capsy
     assert ours.decoder.embed_tokens.weight[300:].std() > 0.01
 
 
+def test_the_norm_of_the_latents_has_an_epsilon_of_its_own(theirs, tmp_path):
+    """1e-6, whatever rms_norm_eps says: latents as small as its root show it."""
+    model, folder = theirs["plain"]
+    source = shutil.copytree(folder, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith("kv_a_proj_with_mqa.weight")]
+    tensors[name] = tensors[name] * 2e-3
+    save_file(tensors, str(source / "model.safetensors"))
+    assert imported(source, "--to", tmp_path / "ours", "--vision", "tiny") == EXIT_OK
+    ours, ids = load_model(tmp_path / "ours"), torch.randint(3, 300, (1, 40))
+    logits = lambda: ours.logits(ours.decoder(ours.decoder.embed_tokens(ids[0]), Segments((40,))))[:, :300]
+    small = type(model).from_pretrained(source, attn_implementation="eager")
+    with torch.no_grad(), pure_torch():
+        expected = small(input_ids=ids, use_cache=False).logits[0]
+        torch.testing.assert_close(logits(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+        for module in ours.modules():
+            if hasattr(module, "kv_a_layernorm"):
+                module.kv_a_layernorm.eps = 1e-5
+        assert (logits() - expected).abs().max() > 3 * TOLERANCE
+
+
 @pytest.mark.parametrize("family", ["kimi_k25", "kimi_vl"])
 def test_a_tower_and_a_projector_come_bit_for_bit(theirs, towers, family, tmp_path):
     _, folder = theirs["plain"]
@@ -222,6 +243,7 @@ def test_what_the_model_does_not_compute_is_refused(theirs, case, tmp_path, caps
     [
         ("drop", "1 tensors of the model are in no file: language_model.model.norm.weight"),
         ("add", "1 tensors have no place in the model: model.layers.0.self_attn.sinks"),
+        ("bias", "1 tensors have no place in the model: model.layers.0.self_attn.g_b_proj.bias"),
         ("reshape", "model.norm.weight [25], expected [24]"),
         ("cut", "damaged"),
         ("pickle", "pytorch_model.bin is a pickle"),
@@ -235,6 +257,9 @@ def test_weights_that_do_not_fit_are_named(theirs, change, said, tmp_path, capsy
         del tensors["model.norm.weight"]
     elif change == "add":
         tensors["model.layers.0.self_attn.sinks"] = torch.zeros(3)
+    elif change == "bias":
+        # fla's layer has one, the released model none.
+        tensors["model.layers.0.self_attn.g_b_proj.bias"] = torch.zeros(24)
     elif change == "reshape":
         tensors["model.norm.weight"] = torch.zeros(25)
     save_file(tensors, str(file))
