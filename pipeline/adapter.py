@@ -27,6 +27,7 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import cast, public_tensors
 from earlyfusion.pipeline.config.schema import AdapterSection
+from earlyfusion.pipeline.parallel.mesh import Layout
 
 FOLDER = "adapter"
 
@@ -61,6 +62,17 @@ def peft_package() -> Any:
     except ImportError:
         raise UserError("adapter.rank needs the package peft: pip install 'earlyfusion[adapters]'") from None
     return peft
+
+
+def check_plan(config: AdapterSection, layout: Layout) -> None:
+    """UserError for adapters in a model that is spread over processes."""
+    # A spread model is built anew from its configuration, which knows of no adapters: all of it would be
+    # trained. A launcher may ask for shards where the recipe does not, so this is said of the plan at hand.
+    if config.rank and layout.sharded:
+        raise UserError(
+            f"adapter.rank {config.rank} trains a model that every process holds, not one of {layout.sizes}:"
+            " set dp_shard, ep, pp and cp to 1 (dp_replicate is free)"
+        )
 
 
 def attach(model: NativeFusion, config: AdapterSection) -> NativeFusion:

@@ -32,7 +32,7 @@ from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate, state
-from earlyfusion.pipeline.adapter import attach
+from earlyfusion.pipeline.adapter import attach, check_plan
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, latest
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import load_config
@@ -65,6 +65,7 @@ class Pretraining:
         start = self.checkpoints.start(resume)
 
         # The model, spread over the ranks, and the optimizer over its parameters.
+        check_plan(config.adapter, runtime.layout)
         build_model = lambda: attach(self.build_model(), config.adapter)
         self.model, self.fusion, self.plain = spread(build_model, runtime)
         self.fusion.recompute(train.recompute)

@@ -48,7 +48,7 @@ from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build, cli, state
-from earlyfusion.pipeline.adapter import FOLDER, adapted, attach, merged, save_adapter
+from earlyfusion.pipeline.adapter import FOLDER, adapted, attach, check_plan, merged, save_adapter
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, render, validate
@@ -184,6 +184,7 @@ class Reinforcement:
 
         # The policy, and the optimizer over it.
         # fp32 whatever the start is stored in: an update of 1e-3 would round away in bfloat16.
+        check_plan(config.adapter, runtime.layout)
         start_model = lambda: load_model(self.start_folder, runtime.device, torch.float32)
         self.model, self.plain = policy(lambda: attach(start_model(), config.adapter), runtime)
         check_frozen(self.plain, {"train.frozen": train.frozen})

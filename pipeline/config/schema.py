@@ -337,10 +337,11 @@ class RunConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"stages: two stages share a name: {', '.join(names)}")
 
-        if self.adapter.rank and (self.parallel.dp_shard, self.parallel.ep, self.parallel.pp) != (1, 1, 1):
+        plan = self.parallel
+        if self.adapter.rank and (plan.dp_shard, plan.ep, plan.pp, plan.cp) != (1, 1, 1, 1):
             raise ValueError(
-                "adapter.rank trains a model that every process holds: dp_shard = ep = pp = 1 (dp_replicate"
-                " and cp are free)"
+                "adapter.rank trains a model that every process holds: dp_shard = ep = pp = cp = 1"
+                " (dp_replicate is free)"
             )
 
         # A name that is no source would weigh nothing, and nobody would notice.

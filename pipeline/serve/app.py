@@ -228,7 +228,8 @@ class Service:
         requests = []
         for number, prompt in enumerate(prompts):
             requests.append(Request(secrets.token_hex(12), prompt, params, noise=f"prompt {number}"))
-        answer = Answer(body, [r.id for r in requests], self.tokenizer, self.name, self.template)
+        read = [prompt.ids.tolist() for prompt in prompts] if body.return_token_ids else []
+        answer = Answer(body, [r.id for r in requests], self.tokenizer, self.name, self.template, read)
         events = self.worker.stream(requests)
         if body.stream:
             first = await anext(events)  # errors of the submission become a status, not a broken stream

@@ -181,8 +181,11 @@ def as_list(given: Any) -> Any:
 
 # Fields that OpenAI knows and this server does not: taken where they change nothing.
 UNSERVED = set(
-    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format".split()
+    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format top_k"
+    " repetition_penalty".split()
 )
+# A factor that changes nothing is one.
+FACTORS = {"repetition_penalty"}
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, {"type": "text"})
 # Fields that never change an answer.
 UNREAD = {"user", "metadata", "store", "tool_choice"}
@@ -209,6 +212,10 @@ class Common(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     """Go on after the end token, up to max_tokens (an extension, as in vLLM)."""
+    return_token_ids: bool = False
+    """The ids of prompt and answer, too (an extension, as in vLLM, which TRL trains with)."""
+    return_tokens_as_token_ids: bool = False
+    """Tokens of log-probabilities as "token_id:17": texts of two tokens may be the same."""
     best_of: Literal[1] | None = None
     logprobs: Any = None
     top_logprobs: int = Field(0, ge=0, le=0)
@@ -220,7 +227,7 @@ class Common(BaseModel):
             return given
         # Silently ignored they would change what the caller gets.
         for name in UNSERVED & given.keys():
-            if given[name] not in NEUTRAL:
+            if given[name] not in (NEUTRAL if name not in FACTORS else (None, 1)):
                 text = f"{name}: this is not served here; leave it out"
                 raise Refused(text, param=name, code="unsupported_parameter")
         # A null is as good as a field that is not there.
@@ -325,7 +332,7 @@ def data_url(url: str, kind: str) -> bytes:
 class Answer:
     """One answer: the samples ("choices") of one or several prompts, whole or in pieces.
 
-    requests: ids of the engine's requests, one a prompt.
+    requests: ids of the engine's requests, one a prompt. prompts: the ids of each, for callers who ask.
     """
 
     def __init__(
@@ -335,7 +342,9 @@ class Answer:
         tokenizer: Tokenizer,
         model: str,
         template: Template,
+        prompts: Sequence[list[int]] = (),
     ) -> None:
+        self.prompts = prompts
         self.body, self.tokenizer = body, tokenizer
         self.chat = isinstance(body, ChatRequest)
         self.channels = self.chat and template == "chat"
@@ -360,7 +369,8 @@ class Answer:
     def whole(self) -> bytes:
         """The answer as JSON, choice by choice: one long one would hold the interpreter's lock."""
         choices = [json.dumps(self.choice(index, done)) for index, done in sorted(self.done.items())]
-        head = json.dumps({**self.base, "object": self.kind, "usage": self.usage()})
+        read = {"prompt_token_ids": self.prompts[0]} if self.chat and self.body.return_token_ids else {}
+        head = json.dumps({**self.base, "object": self.kind, "usage": self.usage(), **read})
         return f'{head[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     def choice(self, index: int, done: Completion) -> Record:
@@ -431,12 +441,18 @@ class Answer:
         """What a choice says whatever the endpoint. values: log-probabilities of the ids. tops: the likeliest
         in the place of each. done: the sample, where it is complete."""
         reason = None if done is None else done.finish_reason
-        choice = {"index": index, "finish_reason": "stop" if reason == "cancelled" else reason}
+        choice: Record = {"index": index, "finish_reason": "stop" if reason == "cancelled" else reason}
+        if self.body.return_token_ids:
+            choice["token_ids"] = ids
+            if not self.chat:
+                choice["prompt_token_ids"] = self.prompts[index // self.body.n]
         if not wants_logprobs(self.body):
             return {**choice, "logprobs": None}
         if not self.chat:
-            tokens = [self.tokenizer.decode([i]) for i in ids]
-            told = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+            tokens = [self._name(i) for i in ids]
+            # Alternatives are not served: each place has the token that stands there.
+            tops_of = [{token: value} for token, value in zip(tokens, values)]
+            told = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops_of, "text_offset": None}
             return {**choice, "logprobs": told}
         entries = []
         for one, value, top in zip(ids, values, tops, strict=True):
@@ -444,9 +460,13 @@ class Answer:
             entries.append({**self._entry(one, value), "top_logprobs": others})
         return {**choice, "logprobs": {"content": entries}}
 
+    def _name(self, one: int) -> str:
+        """How log-probabilities call a token."""
+        return f"token_id:{one}" if self.body.return_tokens_as_token_ids else self.tokenizer.decode([one])
+
     def _entry(self, one: int, value: float) -> Record:
-        token = self.tokenizer.decode([one])
-        return {"token": token, "logprob": value, "bytes": list(token.encode())}
+        written = self.tokenizer.decode([one]).encode()
+        return {"token": self._name(one), "logprob": value, "bytes": list(written)}
 
 
 CHANNELS = {"content": "content", "thinking": "reasoning_content"}

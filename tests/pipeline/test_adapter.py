@@ -10,9 +10,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.adapter import adapted, attach, merged
+from earlyfusion.pipeline.adapter import adapted, attach, check_plan, merged
 from earlyfusion.pipeline.config.schema import AdapterSection
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.parallel.mesh import Layout, Sizes
 from tests.model.tiny import build, document, gradients, pack, tiny_fusion
 
 pytest.importorskip("peft")
@@ -134,7 +135,8 @@ def test_a_stopped_stage_goes_on_bit_for_bit(tuned, chat_file, tmp_path, monkeyp
     ("words", "said"),
     [
         ("--adapter.rank 0", "adapter.rank"),
-        ("--adapter.rank 4 --parallel.dp_shard 2", "dp_shard = ep = pp = 1"),
+        ("--adapter.rank 4 --parallel.dp_shard 2", "dp_shard = ep = pp = cp = 1"),
+        ("--adapter.rank 4 --parallel.cp 2", "dp_shard = ep = pp = cp = 1"),
         ('--adapter.rank 4 --adapter.targets ["*.q_prjo"]', "did you mean 'q_proj'"),
     ],
 )
@@ -142,6 +144,15 @@ def test_what_cannot_be_adapted_is_one_line(chat_file, words, said, tmp_path, ca
     assert cli.main(["sft", str(chat_file), *words.split(), "--out", str(tmp_path / "run")]) == EXIT_USER
     message = capsys.readouterr().err
     assert said in message and message.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("sizes", [Sizes(dp_shard=2), Sizes(cp=2), Sizes(dp_shard=2, ep=2), Sizes(pp=2)])
+def test_a_spread_model_is_refused_whoever_asks_for_it(sizes):
+    """RL has no check of its own, and a launcher's sizes stand in no recipe. Replicas pass."""
+    with pytest.raises(UserError, match="dp_shard, ep, pp and cp to 1"):
+        check_plan(EVERYTHING, Layout(sizes, 0))
+    check_plan(AdapterSection(), Layout(sizes, 0))
+    check_plan(EVERYTHING, Layout(Sizes(dp_replicate=2), 0))
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
