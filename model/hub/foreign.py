@@ -41,6 +41,8 @@ from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.timm_tower import timm_config
 
 HEAD_TILE = 128
+MOST_SEEN = 1 << 29
+"""Bytes of a file that are mapped at once, and a tensor more."""
 TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "mm_projector."
 
 # Key of a kimi_linear configuration -> the only value that our model computes.
@@ -284,6 +286,7 @@ class Foreign:
         self.used: set[str] = set()
         """Names in the files that have been asked for."""
         self._open: tuple[Path, Any] | None = None
+        self._seen = 0
 
     def _headers(self) -> dict[str, tuple[Path, list[int], str]]:
         pickled = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in self.folder.glob(kind)]
@@ -377,10 +380,12 @@ class Foreign:
 
     def _read(self, name: str) -> Tensor:
         path = self.shapes[name][0]
-        # One file is open at a time: its pages count as memory.
-        if self._open is None or self._open[0] != path:
+        # One file is open at a time, and not for long: its pages that were read count as memory.
+        if self._open is None or self._open[0] != path or self._seen > MOST_SEEN:
+            self._open, self._seen = None, 0
             self._open = path, safe_open(str(path), framework="pt")
         tensor: Tensor = self._open[1].get_tensor(name)
+        self._seen += tensor.nbytes
         wanted = prod(self.shapes[name][1])
         return tensor if tensor.numel() == wanted else tensor.flatten()[:wanted]
 
