@@ -83,7 +83,7 @@ def import_(options: ImportOptions) -> None:
     if options.like is not None:
         return like(options)
     text = Foreign(options.source)
-    tower = text if options.tower is None else Foreign(options.tower)
+    tower = text if options.tower is None else Foreign(options.tower, tower=True)
     if text.text is None:
         raise UserError(
             f"{options.source}: model_type {text.family!r} has no text model that is known; give one as SRC"

@@ -21,12 +21,13 @@ Situ = tuple[float, float | None]
 
 
 def activate(gate: Tensor, up: Tensor, situ: Situ | None) -> Tensor:
-    """silu(gate) * up, or SiTU of both."""
+    """silu(gate) * up, or SiTU of both, which is computed in the accumulation dtype and rounded once."""
     if situ is None:
         return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
-    beta, bound = situ
+    (beta, bound), dtype = situ, gate.dtype
+    gate, up = (x.to(accumulate_dtype(dtype)) for x in (gate, up))
     bounded = up if bound is None else bound * torch.tanh(up / bound)
-    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * bounded
+    return (beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * bounded).to(dtype)
 
 
 def moe_experts(

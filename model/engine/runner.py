@@ -55,6 +55,14 @@ def whole_rows(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
 
 
+def waits_for_counts(model: NativeFusion) -> bool:
+    """Whether experts ask for their counts, which no graph may do: the torch form does, except in bfloat16;
+    SiTU has no other form."""
+    weight = model.decoder.embed_tokens.weight
+    kernel = has_kernel("moe_experts", weight) and model.config.text.situ is None
+    return bool(moe_layers(model)) and weight.dtype != torch.bfloat16 and not kernel
+
+
 class Runner:
     """Owns the device side. `banned_ids`: what no row may choose unless it has a mask of its own."""
 
@@ -75,11 +83,8 @@ class Runner:
         self.table_SP = torch.zeros(slots, table_pages, dtype=torch.long, device=self.device)
 
         self._batch: tuple[list[Sample], Tensor, Needs] | None = None
-        # Graphs only where no operation waits for the host: the torch form of the experts does, except in
-        # bfloat16.
-        weight = model.decoder.embed_tokens.weight
-        waits = moe_layers(model) and weight.dtype != torch.bfloat16 and not has_kernel("moe_experts", weight)
-        eager = waits or weight.device.type != "cuda"
+        # Graphs only where no operation waits for the host.
+        eager = waits_for_counts(model) or self.device.type != "cuda"
         self.graphs = None if eager else DecodeGraphs(self.graph_step, self.device)
         self.compiled = CompiledDecoder(model.decoder, pools) if can_compile(model.decoder, pools) else None
 

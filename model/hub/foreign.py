@@ -67,13 +67,18 @@ IDLE = set(
         " linear_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim"
         " linear_value_head_dim rope_theta return_dict output_hidden_states output_attentions"
         " is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type _name_or_path"
-        " _attn_implementation_autoset attn_implementation"
+        " _attn_implementation_autoset attn_implementation _attn_implementation"
     ).split()
 )
 OWN = ("num_experts_per_tok", "num_experts_per_token")
 # Kimi K3's words for what ours calls otherwise, or what only its kernels ask.
 K3 = {"topk_method", "mla_use_output_gate", "activation_situ_beta", "activation_situ_linear_beta"}
 K3_LINEAR = {"use_full_rank_gate": "full_rank_output_gate"}
+# Left out they would take defaults that are not ours, and no shape would tell.
+K3_SAID = ("hidden_act", "num_experts_per_token", "routed_scaling_factor")
+# What null means there: SiTU's bounds have other defaults.
+K3_NULL: Record = {"activation_situ_beta": 1.0, "activation_situ_linear_beta": None}
+QUANTISED = re.compile(r"[._](packed|scale|scale_inv|zero_point|qweight|qzeros)$")
 KERNELS = ("kda_", "situ_backend", "attn_res_triton")
 VISION_FIXED: Record = {
     "hidden_act": "gelu_pytorch_tanh",
@@ -132,6 +137,9 @@ VISION_KEYS = {
 }
 
 
+UNPACK = "convert the text model to bfloat16 first (its tower can be taken as it is, --tower)"
+
+
 def refuse(path: Path, what: str) -> ModelDirectoryError:
     return ModelDirectoryError(f"{path}: {what}")
 
@@ -151,13 +159,17 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
     not compute."""
     known = set(ModelConfig.model_fields) - {"linear_attn_config", "initializer_range"}
     raw = {key: value for key, value in raw.items() if not key.startswith(KERNELS)}
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise refuse(path, f"quantised weights ({method}); convert the checkpoint to bfloat16 first")
-    if raw.get("hidden_act", "silu") not in ("silu", "situ"):
+    if quantised := raw.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise refuse(path, f"quantised weights ({method}); {UNPACK}")
+    if raw.get("hidden_act") not in ("silu", "situ", None):
         raise refuse(path, f"hidden_act is {raw['hidden_act']!r}; the model here computes 'silu' and 'situ'")
     values = {key: value for key, value in raw.items() if key in known and value is not None}
     values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
+    values |= {key: null for key, null in K3_NULL.items() if raw.get(key, null or 0) is None}
+    unsaid = [key for key in K3_SAID if raw.get("routed_expert_hidden_size") and key not in values]
+    if unsaid:
+        raise refuse(path, f"says nothing of {', '.join(unsaid)}; take the values from the release")
     lose_nothing(path, raw, FIXED, known | IDLE | set(OWN) | K3)
     values |= {"mla_output_gate": True} if raw.get("mla_use_output_gate") else {}
     # Its unit is ours: layers of a block.
@@ -251,9 +263,10 @@ EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 class Foreign:
     """A checkpoint of others in `folder`. warm: one whose weights may only begin a model is taken as well.
-    Raises ModelDirectoryError for one that is none, or of a family that is not known."""
+    tower: its tower alone is wanted, whatever its text model is. Raises ModelDirectoryError for one that is
+    none, or of a family that is not known."""
 
-    def __init__(self, folder: str | Path, warm: bool = False) -> None:
+    def __init__(self, folder: str | Path, warm: bool = False, tower: bool = False) -> None:
         self.folder = Path(folder)
         path = self.folder / "config.json"
         if not path.is_file():
@@ -269,8 +282,10 @@ class Foreign:
         if self.family == MODEL_TYPE:
             ours = load_config(self.folder)
             self.text, self.vision = ours.text, ours.vision
-        elif text is not None and text.get("model_type", "kimi_linear") == "kimi_linear":
-            self.text = text_config(path, {"tie_word_embeddings": False} | text)
+        elif not tower and text is not None and text.get("model_type", "kimi_linear") == "kimi_linear":
+            # transformers moves it to the top.
+            packed = {key: self.raw[key] for key in ("quantization_config",) if self.raw.get(key)}
+            self.text = text_config(path, {"tie_word_embeddings": False} | text | packed)
         if self.family in TOWERS and isinstance(vision, dict):
             self.vision = vision_config(path, self.family, vision | _projector(self.raw))
         elif self.family == "timm":
@@ -278,11 +293,14 @@ class Foreign:
         elif self.family == "siglip_vision_model":
             self.vision = vision_config(path, self.family, self.raw)
         self.tied = bool(self.raw.get("tie_word_embeddings"))
-        if self.text is None and self.vision is None and not (warm and self.family in WARM):
+        if self.text is None and self.vision is None and not (tower or (warm and self.family in WARM)):
             known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip_vision_model, timm"
             hint = "; --like RECIPE takes what fits of it" if self.family in WARM else ""
             raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}{hint}")
         self.shapes = self._headers()
+        quantised = [name for name in self.shapes if QUANTISED.search(name) and self._part(name) == TEXT]
+        if self.text is not None and quantised:
+            raise refuse(self.folder, f"quantised weights ({quantised[0]}); {UNPACK}")
         self.used: set[str] = set()
         """Names in the files that have been asked for."""
         self._open: tuple[Path, Any] | None = None

@@ -25,7 +25,9 @@ SIZE_KEYS = {
     " lie over it), its tower and its tokenizer are taken; what does not fit is made anew.",
 }
 """Keys of [model] that are read before it is checked, and their meaning."""
-FOLLOW_WIDTH = ("intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
+FOLLOW_WIDTH = tuple(
+    "intermediate_size moe_intermediate_size routed_expert_hidden_size kv_lora_rank q_lora_rank".split()
+)
 TOLERANCE = 1.5
 """Largest factor between the scale asked for and the one of the nearest shape."""
 KEEP_RATIO = 0.25

@@ -213,11 +213,13 @@ def moe_experts(
     pairs, hidden, width = ids_TJ.numel(), x_TD.shape[1], down.shape[2]
     dtype = compute_dtype(x_TD, gate_up, down)
     size, wide = dtype.itemsize, accumulate_dtype(dtype).itemsize
-    # On a CPU rows are gathered; the GPU's products read them where they lie. Weights are cast once.
+    # In torch's form rows are gathered; Triton's products, without SiTU, read them where they lie. Weights
+    # are cast once.
+    fused = TARGET.gpu and situ is None
     cast = (gate_up.numel() + down.numel()) * size if dtype != gate_up.dtype else 0
-    gathered = 0 if TARGET.gpu else pairs * hidden * size
-    forward = cast + gathered + pairs * (width * (size if TARGET.gpu else 2 * wide) + hidden * size)
-    backward = cast + 2 * gathered + pairs * (3 * width * (size if TARGET.gpu else 2 * wide) + hidden * size)
+    gathered = 0 if fused else pairs * hidden * size
+    forward = cast + gathered + pairs * (width * (size if fused else 2 * wide) + hidden * size)
+    backward = cast + 2 * gathered + pairs * (3 * width * (size if fused else 2 * wide) + hidden * size)
     work = 6.0 * pairs * hidden * width
     spec = Spec(
         "moe",

@@ -13,13 +13,14 @@ from test_dropin import made
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.engine import runner
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.model.layers import MixtureOfExperts, SwiGLU
 from earlyfusion.model.mixers import MultiHeadLatentAttention
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.load import load
-from tests.model.tiny import tiny_text
+from tests.model.tiny import build, tiny_fusion, tiny_text
 
 K3 = dict(
     attn_res="block",
@@ -141,6 +142,10 @@ def test_the_engine_answers_as_the_export_does(released, tmp_path):
     ("where", "change", "said"),
     [
         ("text_config", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights (mxfp4)"),
+        (None, {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights (mxfp4)"),
+        (None, {"quantization_config": "mxfp4"}, "quantised weights (mxfp4)"),
+        ("text_config", {"routed_scaling_factor": None}, "says nothing of routed_scaling_factor"),
+        ("text_config", {"hidden_act": None}, "says nothing of hidden_act"),
         ("text_config", {"num_expert_group": 4}, "num_expert_group is 4"),
         ("vision_config", {"norm_type": "layernorm"}, "norm_type is 'layernorm'"),
         ("vision_config", {"mm_projector_type": "patchmerger"}, "mm_projector_type is 'patchmerger'"),
@@ -150,10 +155,74 @@ def test_the_engine_answers_as_the_export_does(released, tmp_path):
 def test_what_is_not_k3_is_refused(released, where, change, said, tmp_path, capsys):
     source = shutil.copytree(released[1], tmp_path / "source")
     raw = json.loads((source / "config.json").read_text())
-    raw[where] |= change
+    (raw if where is None else raw[where]).update(change)
     (source / "config.json").write_text(json.dumps(raw))
     assert imported(source, tmp_path / "ours") == EXIT_USER
     assert said in capsys.readouterr().err and not (tmp_path / "ours").exists()
+
+
+def packed(tensors):
+    """The experts in MXFP4's form: bytes of two weights, and a scale for each 32."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".block_sparse_moe.experts." in name]:
+        rows, columns = found.pop(name).shape
+        found[f"{name}_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        found[f"{name}_scale"] = torch.zeros(rows, 1, dtype=torch.uint8)
+    return found
+
+
+def test_packed_weights_are_told_by_their_names(released, tmp_path, capsys):
+    """Also where no configuration speaks of them."""
+    source = shutil.copytree(released[1], tmp_path / "source")
+    save_file(packed(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
+    assert imported(source, tmp_path / "ours") == EXIT_USER
+    said = capsys.readouterr().err
+    assert "quantised weights (language_model.model.layers" in said and "bfloat16" in said
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_tower_of_a_quantised_release_is_taken(released, tmp_path):
+    """As K3 is published: MXFP4 experts, a tower and projector in full. Its text model may say what it
+    likes."""
+    model, folder = released
+    source = shutil.copytree(folder, tmp_path / "source")
+    save_file(packed(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
+    raw = json.loads((source / "config.json").read_text())
+    raw["text_config"] |= {"quantization_config": {"quant_method": "compressed-tensors"}, "of_tomorrow": 1}
+    # The release says how its attention is computed.
+    raw["vision_config"]["_attn_implementation"] = "flash_attention_2"
+    (source / "config.json").write_text(json.dumps(raw))
+    words = ["import", str(folder), "--tower", str(source), "--to", str(tmp_path / "ours")]
+    assert cli.main(words) == EXIT_OK
+    ours = load_model(tmp_path / "ours")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_a_bound_that_is_null_is_none(released, tmp_path):
+    """Other than a bound that is not named, which is 25 (4 of the gate, where null is 1)."""
+    source = shutil.copytree(released[1], tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    raw["text_config"] |= {"activation_situ_beta": None, "activation_situ_linear_beta": None}
+    (source / "config.json").write_text(json.dumps(raw))
+    assert imported(source, tmp_path / "ours") == EXIT_OK
+    assert load_model(tmp_path / "ours").config.text.situ == (1.0, None)
+    for key in ("activation_situ_beta", "activation_situ_linear_beta"):
+        del raw["text_config"][key]
+    (source / "config.json").write_text(json.dumps(raw))
+    assert imported(source, tmp_path / "unsaid") == EXIT_OK
+    assert load_model(tmp_path / "unsaid").config.text.situ == (4.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    ("act", "dtype", "waits"),
+    [("silu", "float32", False), ("situ", "float32", True), ("situ", "bfloat16", False)],
+)
+def test_no_graph_is_made_where_situ_asks_the_host(monkeypatch, act, dtype, waits):
+    """On a GPU with Triton: its experts know SwiGLU alone, and torch's count their rows on the host."""
+    monkeypatch.setattr(runner, "has_kernel", lambda op, like: True)
+    model = build(tiny_fusion(hidden_act=act), dtype=getattr(torch, dtype))
+    assert runner.waits_for_counts(model) == waits
 
 
 def test_heads_that_are_filling_are_no_heads(released, tmp_path, capsys):

@@ -8,6 +8,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.cli import main
 from earlyfusion.pipeline.config.compose import compose, dump, load_config, presets
+from earlyfusion.pipeline.config.size import sized
 
 NEAR = 1.35  # how far the layers may be from scale times the preset's: whole heads and groups of four layers
 SCALES = (0.25, 0.5, 1, 1.5, 2, 4, 16)
@@ -24,6 +25,13 @@ def shape_of(model):
     """What a size decides: no vocabulary."""
     ids = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
     return model.model_dump(exclude=ids)
+
+
+def test_a_latent_of_the_experts_follows_the_width():
+    base = {"hidden_size": 256, "num_attention_heads": 4, "linear_attn_config": {"num_heads": 4}}
+    found = sized(base | {"routed_expert_hidden_size": 128}, {"hidden_size": 512})
+    assert found["routed_expert_hidden_size"] == 256
+    assert sized(base, {"hidden_size": 512})["routed_expert_hidden_size"] is None
 
 
 @pytest.mark.parametrize("preset", ["nano", "skills", "small", "base", "kimi-linear-48b"])

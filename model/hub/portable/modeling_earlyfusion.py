@@ -85,9 +85,10 @@ class SwiGLU(nn.Module):
         g, u = gate(x), up(x)
         if self.situ is None:
             return down(F.silu(g) * u)
-        beta, bound = self.situ
+        (beta, bound), dtype = self.situ, g.dtype
+        g, u = g.float(), u.float()
         u = u if bound is None else bound * torch.tanh(u / bound)
-        return down(beta * torch.tanh(g / beta) * g.sigmoid() * u)
+        return down((beta * torch.tanh(g / beta) * g.sigmoid() * u).to(dtype))
 
 
 class Router(nn.Module):
