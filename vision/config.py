@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record
 
-# `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is
-# another function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset
-# fixes the latter.
+# `nn.RMSNorm(eps=None)`, as the released MoonViT-V2 module has it, took the machine epsilon of its input
+# dtype in older versions of torch: 2^-7 in bfloat16, 1.2e-7 in float32. Newer ones take the latter for both.
+# With which the weights were trained is not known; the preset fixes the former.
 BF16_EPS = 2.0**-7
 Count = Annotated[int, Field(ge=1, le=4096)]
 Channel = Annotated[int, Field(ge=0, le=255)]
