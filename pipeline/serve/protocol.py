@@ -213,7 +213,7 @@ class Common(BaseModel):
     ignore_eos: bool = False
     """Go on after the end token, up to max_tokens (an extension, as in vLLM)."""
     return_token_ids: bool = False
-    """The ids of prompt and answer, too (an extension, as in vLLM, which TRL trains with)."""
+    """The ids of prompt and answer, too (an extension, as in vLLM, which TRL's client asks for)."""
     return_tokens_as_token_ids: bool = False
     """Tokens of log-probabilities as "token_id:17": texts of two tokens may be the same."""
     best_of: Literal[1] | None = None
