@@ -48,7 +48,8 @@ class Adapted(nn.Module):
         if torch.is_grad_enabled():
             self.kept = None
             return base + (self.scale * (B @ A)).to(base.dtype)
-        # Without a gradient it stands until one of the three changes.
+        # Without a gradient it stands until one of the three changes. torch's fused AdamW raises no version:
+        # what is kept is dropped before each of its steps by the forward pass, and nothing reads in between.
         now = base._version, A._version, B._version, base.data_ptr()
         if self.kept is None or self.kept[0] != now:
             self.kept = now, base + (self.scale * (B @ A)).to(base.dtype)
@@ -116,8 +117,7 @@ def merged(
     model: NativeFusion, read: Callable[[str], Tensor] | None = None
 ) -> tuple[NativeFusion, Callable[[str], Tensor]]:
     """A model of the same configuration without adapters and storage, and its weights by name, adapters
-    added. read: where the weights lie, by name, if not in the model; the same pair comes back for one without
-    adapters."""
+    added. read: where the weights lie, by name, if not in the model."""
     layers = adapted(model)
     with torch.device("meta"):
         bare = NativeFusion(model.config)

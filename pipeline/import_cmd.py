@@ -81,6 +81,8 @@ def import_(options: ImportOptions) -> None:
     if options.to.exists():
         raise UserError(f"--to {options.to}: exists; give a new directory, nothing was changed")
     if options.like is not None:
+        if options.tower is not None:
+            raise UserError("--tower is for a model of SRC's shape; with --like the recipe has the tower")
         return like(options)
     text = Foreign(options.source)
     tower = text if options.tower is None else Foreign(options.tower, tower=True)
@@ -176,7 +178,7 @@ class Import:
     def fits(self) -> bool:
         """Whether the tower's checkpoint has a projector to the width of this decoder."""
         last = self.tower.find(f"{PROJECTOR}proj.2.weight")
-        return last is not None and self.tower.shapes[last.names[0]][1][0] == self.config.text.hidden_size
+        return last is not None and self.tower.shape(last)[0] == self.config.text.hidden_size
 
     def drop_tied(self) -> None:
         """A head that is the embedding once more needs no place."""
@@ -264,8 +266,7 @@ class Import:
 def misfit(item: PublicTensor, source: Foreign, found: Found, shape: list[int], vocabulary: int) -> str:
     """What is wrong with the shape of a tensor in the files; "" where nothing is. shape: as the model wants
     it; vocabulary: rows that the checkpoint's configuration speaks of."""
-    shapes = [source.shapes[name][1] for name in found.names]
-    given = [sum(one[0] for one in shapes), *shapes[0][1:]]
+    given = source.shape(found)
     if item.name.endswith(VOCABULARY):
         shape = [vocabulary, *shape[1:]]
     # A position table may lie flat; heads and taps stand among ones.

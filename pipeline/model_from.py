@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from earlyfusion.data import ranks
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
@@ -47,7 +48,7 @@ def parts_of(folder: str) -> Record:
         parts["model"] = found.text.model_dump(mode="json", exclude={*VOCABULARY})
     if found.vision is not None:
         parts["vision"] = found.vision.model_dump(mode="json")
-    if (found.folder / "tokenizer.json").is_file():
+    if any((found.folder / file).is_file() for file in ("tokenizer.json", ranks.FILE)):
         parts["tokenizer"] = {"path": str(found.folder)}
     return parts
 
@@ -94,18 +95,17 @@ def begin_with(model: NativeFusion, folder: str, tokens: Tokenizer) -> list[str]
 
 def _tensor(source: Foreign, item: PublicTensor, wanted: torch.Tensor) -> torch.Tensor | None:
     """The checkpoint's values for a tensor of ours; None where it has none of that shape."""
-    found = source.find(item.name)
+    found = source.peek(item.name)
     if found is None and item.name == TABLES[1] and source.tied:
-        found = source.find(TABLES[0])
+        found = source.peek(TABLES[0])
     if found is None:
         return None
-    shapes = [source.shapes[name][1] for name in found.names]
-    shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    shape = source.shape(found)
     rows = item.name in TABLES and shape[0] <= len(wanted) and shape[1:] == list(wanted.shape[1:])
     plain = [size for size in shape if size != 1] == [size for size in wanted.shape if size != 1]
     if not rows and not plain:
-        source.used.difference_update(found.names)
         return None
+    source.used.update(found.names)
     return source.tensor(found).to(wanted.dtype)
 
 

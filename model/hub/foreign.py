@@ -72,7 +72,7 @@ IDLE = set(
 )
 OWN = ("num_experts_per_tok", "num_experts_per_token")
 # Kimi K3's words for what ours calls otherwise, or what only its kernels ask.
-K3 = {"topk_method", "mla_use_output_gate", "activation_situ_beta", "activation_situ_linear_beta"}
+K3 = {"topk_method", "mla_use_output_gate"}
 K3_LINEAR = {"use_full_rank_gate": "full_rank_output_gate"}
 # Left out they would take defaults that are not ours, and no shape would tell.
 K3_SAID = ("hidden_act", "num_experts_per_token", "routed_scaling_factor")
@@ -166,7 +166,7 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
         raise refuse(path, f"hidden_act is {raw['hidden_act']!r}; the model here computes 'silu' and 'situ'")
     values = {key: value for key, value in raw.items() if key in known and value is not None}
     values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
-    values |= {key: null for key, null in K3_NULL.items() if raw.get(key, null or 0) is None}
+    values |= {key: null for key, null in K3_NULL.items() if key in raw and raw[key] is None}
     unsaid = [key for key in K3_SAID if raw.get("routed_expert_hidden_size") and key not in values]
     if unsaid:
         raise refuse(path, f"says nothing of {', '.join(unsaid)}; take the values from the release")
@@ -321,10 +321,6 @@ class Foreign:
                 found[name] = path, [heads], dtype
         return found
 
-    @property
-    def has_projector(self) -> bool:
-        return any("projector." in name for name in self.shapes)
-
     def find(self, public: str) -> Found | None:
         """Where a tensor of ours, by its public name, lies; None where it is not there."""
         found = self.peek(public)
@@ -391,6 +387,11 @@ class Foreign:
         if name.startswith(("vision_tower.", "patch_embed.", "encoder.")):
             return TOWER
         return TEXT
+
+    def shape(self, found: Found) -> list[int]:
+        """The shape of a tensor: of several, parts below one another."""
+        shapes = [self.shapes[name][1] for name in found.names]
+        return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     def tensor(self, found: Found) -> Tensor:
         """The tensor itself."""

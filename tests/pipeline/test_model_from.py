@@ -1,5 +1,6 @@
 """`model.from`: what fits of a checkpoint begins a model; the rest is made anew, and both are said."""
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build, cli
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.model_from import parts_of
 from earlyfusion.pipeline.optim.routing import build_param_groups
 from tests.model.tiny import build as random_model
 from tests.model.tiny import text_documents, tiny_fusion, tiny_text, tiny_vision
@@ -96,6 +98,29 @@ def test_another_tokenizer_brings_words_of_its_own(recipe, start, folder):
     assert not torch.equal(table, before)
 
 
+def test_words_of_a_release_need_no_tokenizer_json(recipe, start, tmp_path):
+    """Kimi's form, tiktoken.model: the checkpoint's vocabulary is taken with it."""
+    folder = tmp_path / "release"
+    folder.mkdir()
+    lines = [base64.b64encode(bytes([byte])) + b" %d" % byte for byte in range(256)]
+    (folder / "tiktoken.model").write_bytes(b"\n".join(lines))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TikTokenTokenizer"}))
+    words = Tokenizer.load(folder)
+    config = load_model(start).config
+    sizes = {"vocab_size": words.vocab_size, "bos_token_id": words.bos_id, "eos_token_id": words.eos_id}
+    text = config.text.model_copy(update=sizes | {"pad_token_id": words.pad_id})
+    update = {"text": text, "media_token_id": words.media_pad_id}
+    given = random_model(config.model_copy(update=update), 4)
+    save_model(given, words, tmp_path / "ours")
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "ours" / file, folder)
+
+    assert parts_of(str(folder))["tokenizer"] == {"path": str(folder)}
+    model, said = built(recipe, ("model.from", str(folder)), ("tokenizer.path", str(folder)))
+    assert torch.equal(model.decoder.embed_tokens.weight, given.decoder.embed_tokens.weight)
+    assert "made anew" not in " ".join(said)
+
+
 @pytest.fixture(scope="module")
 def theirs(tokenizer, tmp_path_factory):
     """family -> a checkpoint of transformers' own class, sizes of the tiny recipe."""
@@ -144,6 +169,9 @@ def test_llama_gives_words_norms_and_dense_layers(recipe, theirs, tmp_path, caps
     # Without a recipe there is nothing that could compute it.
     assert cli.main(["import", str(theirs["llama"]), "--to", str(tmp_path / "no")]) == EXIT_USER
     assert "--like RECIPE" in capsys.readouterr().err
+    words = (*words[:-1], str(tmp_path / "other"), "--tower", str(tmp_path))
+    assert cli.main([*words]) == EXIT_USER and not (tmp_path / "other").exists()
+    assert "with --like the recipe has the tower" in capsys.readouterr().err
 
 
 def test_moonlight_gives_latent_attention_and_experts(recipe, theirs):
