@@ -8,19 +8,30 @@ import sys
 
 import pytest
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+)
 
-from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.encode import assemble, encode
 from earlyfusion.data.sample import Image as Picture
 from earlyfusion.data.sample import Sample, Text, Video
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.benchmarks.lm_eval import lm_eval_model
+from earlyfusion.eval.models.engine import load_own
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.model.hub.folder import load_model, public_tensors, save_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
-from tests.model.reference import pure_torch
+from tests.model.reference import pure_torch, to_reference
 from tests.model.tiny import build, close, gradients, tiny_text, tiny_vision
 
 # fp32, other orders of sums through four layers (tests/model/test_hf_parity.py)
@@ -107,8 +118,6 @@ def picture(width: int, height: int, seed: int, mode: str = "RGB") -> Image.Imag
 
 def packed(model, document):
     """The fields of a document that the model reads."""
-    from earlyfusion.data.loading.encode import assemble
-
     return assemble(
         [document],
         tokens=len(document),
@@ -150,8 +159,6 @@ def test_the_code_that_travels_along_reads_and_computes_the_same(pairs, words, s
     loss = theirs(**given, labels=labels).loss
     torch.nn.functional.cross_entropy(logits[:-1], labels[0, 1:]).backward()
     loss.backward()
-    from earlyfusion.model.hub.folder import public_tensors
-
     own = {name: p.grad for name, p in ours.named_parameters()}
     public = {t.name: t.view(own[t.ours]) for t in public_tensors(own.items())}
     got = {
@@ -269,8 +276,6 @@ print("ids", model.generate(**reader(text="one two"), max_new_tokens=3, do_sampl
 
 
 def test_trainer_lowers_its_loss(pairs, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
     _, _, at, _, reader = pairs["blocks"]
     model = AutoModelForImageTextToText.from_pretrained(at, trust_remote_code=True)
     rows = [dict(reader(text=f"{IMAGE} it is a flag", images=picture(16, 16, 8)))] * 4
@@ -305,9 +310,6 @@ def test_lm_eval_scores_the_export_as_we_do(pairs, tmp_path):
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import get_model
 
-    from earlyfusion.eval.benchmarks.lm_eval import lm_eval_model
-    from earlyfusion.eval.models.engine import load_own
-
     _, ours, at, _, _ = pairs["blocks"]
     options = dict(trust_remote_code=True, dtype="float32", device="cpu", batch_size=2)
     hf = get_model("hf")(pretrained=str(at), **options)
@@ -325,8 +327,6 @@ def test_lm_eval_scores_the_export_as_we_do(pairs, tmp_path):
 
 def test_accelerate_runs_it_from_disk(pairs, tmp_path):
     """Big-model loading: an empty model, its weights left in files, the same logits."""
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-
     _, _, at, theirs, reader = pairs["full residuals, dense"]
     given = reader(text=f"{IMAGE} and some words", images=picture(16, 24, 9))
     with init_empty_weights():
@@ -379,8 +379,6 @@ def test_transformers_own_class_reads_the_text_model(plain, words, shape, tmp_pa
     torch.testing.assert_close(given.logits[0], logits, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(second.logits[0, 0], logits[-2], atol=TOLERANCE, rtol=TOLERANCE)
     torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
-    from tests.model.reference import to_reference
-
     own = {n: p.grad for n, p in ours.decoder.named_parameters()}
     got = {n: p.grad for n, p in theirs.named_parameters()}
     wanted = to_reference(own)
@@ -462,8 +460,6 @@ def test_many_files_hold_what_one_does(pairs, tmp_path, monkeypatch):
     parts = {name: load_file(tmp_path / "out" / file)[name] for name, file in index.items()}
     assert len(set(index.values())) > 3 and parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-    from huggingface_hub import ModelCard
-
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license == "mit" and card.data.library_name == "transformers"
     assert "trust_remote_code=True" in card.text and "Nothing was measured" in card.text
