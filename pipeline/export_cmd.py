@@ -54,7 +54,8 @@ class ExportOptions(Options):
     """directory to write"""
     format: Format = "earlyfusion"
     """earlyfusion: read by earlyfusion, and by transformers with the code that is written beside it;
-    kimi_linear (the text model) and kimi_k25: read by transformers' own classes"""
+    kimi_linear (the text model) and kimi_k25: read by transformers' own classes; kimi_k3: by vLLM's and
+    NVIDIA's"""
     licence: str | None = None
     """licence of the weights for the model card, as an SPDX id"""
     shard_mb: PositiveInt = 5000
@@ -91,7 +92,7 @@ def export(options: ExportOptions) -> None:
         write_files(new, source.model, source.tokenizer, source.facts)
         if source.card is not None:
             shutil.copyfile(source.card, new / source.card.name)
-        read = lambda item: source.read(items[item.name])
+        read = lambda item: dialect.shaped(item.name, source.read(items[item.name]))
         write_weights(new, own, named, options.shard_mb * MEGABYTE, read)
         finish(new, config, dtype, options.format, options.licence)
     print(f"{options.format}: {options.to} ({source.said})")

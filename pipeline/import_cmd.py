@@ -269,8 +269,8 @@ def misfit(item: PublicTensor, source: Foreign, found: Found, shape: list[int], 
     given = source.shape(found)
     if item.name.endswith(VOCABULARY):
         shape = [vocabulary, *shape[1:]]
-    # A position table may lie flat; heads and taps stand among ones.
-    flat = item.name.endswith("pos_emb.weight") and prod(given) == prod(shape)
+    # A position table and a patch's pixels may lie flat; heads and taps stand among ones.
+    flat = item.name.endswith(("pos_emb.weight", "patch_embed.proj.weight")) and prod(given) == prod(shape)
     if flat or [n for n in given if n != 1] == [n for n in shape if n != 1]:
         return ""
     return f"{found.names[0]} {given}, expected {shape}"

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record
 
-# `nn.RMSNorm(eps=None)`, as the released MoonViT-V2 module has it, took the machine epsilon of its input
-# dtype in older versions of torch: 2^-7 in bfloat16, 1.2e-7 in float32. Newer ones take the latter for both.
-# With which the weights were trained is not known; the preset fixes the former.
-BF16_EPS = 2.0**-7
+# `nn.RMSNorm(eps=None)`, as the released MoonViT-V2 module has it: since torch 2.7 the machine epsilon of
+# float32, whatever the input (pytorch #142848); before, that of the input, 2^-7 in bfloat16. With which the
+# weights were trained is not said; the former is what every server of them computes.
+FP32_EPS = 2.0**-23
 Count = Annotated[int, Field(ge=1, le=4096)]
 Channel = Annotated[int, Field(ge=0, le=255)]
 
@@ -64,8 +64,8 @@ class VisionConfig(BaseModel):
     """width of the feed-forward"""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm"""
-    norm_eps: PositiveFloat = BF16_EPS
-    """always explicit: see BF16_EPS"""
+    norm_eps: PositiveFloat = FP32_EPS
+    """always explicit: see FP32_EPS"""
     bias: bool = False
     """biases of patch embedding, attention and MLP"""
     pos_emb_height: Count = 64
@@ -74,10 +74,10 @@ class VisionConfig(BaseModel):
     """its columns"""
     pos_emb_time: Count = 4
     """frames that share one item (and its tokens); 1 means images only"""
-    pos_emb_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    pos_emb_interpolation: Literal["bilinear", "bicubic", "bilinear_antialias"] = "bilinear"
     """how it is stretched"""
-    rope_theta: PositiveFloat = 1e4
-    """base of the 2-D RoPE"""
+    rope_theta: PositiveFloat | None = 1e4
+    """base of the 2-D RoPE; null: none (SigLIP)"""
     initializer_range: PositiveFloat = 0.02
     """standard deviation of fresh weights"""
 

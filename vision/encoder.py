@@ -92,10 +92,18 @@ CUBIC_A = -0.75
 def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Neighbours [out, taps] and weights [out, taps] (float64) that resample `table` points to `out` points.
 
-    Half-pixel centres: point i reads the table at x = (i + 0.5) * table / out - 0.5, without antialiasing.
+    Half-pixel centres: point i reads the table at x = (i + 0.5) * table / out - 0.5. With antialiasing the
+    triangle of bilinear is as wide as a point is of the table, and its part outside falls away.
     """
     x = (np.arange(out, dtype=np.float64) + 0.5) * (table / out) - 0.5
     left = np.floor(x)
+    if mode == "bilinear_antialias":
+        reach = max(table / out, 1.0)
+        index = left.astype(np.int64)[:, None] + np.arange(-int(np.ceil(reach)), int(np.ceil(reach)) + 2)
+        weights = np.maximum(1.0 - np.abs(index - x[:, None]) / reach, 0.0)
+        weights *= (index >= 0) & (index < table)
+        return np.clip(index, 0, table - 1), weights / weights.sum(axis=1, keepdims=True)
+
     u = x - left
     if mode == "bilinear":
         weights = np.stack([1.0 - u, u], axis=1)
@@ -120,8 +128,8 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
     """Resampling of a [table_h, table_w] table to [h, w] as a weighted gather.
 
     Returns (index int64 [h*w, taps] into the flattened table, weight float32 [h*w, taps]), rows in row-major
-    order; taps is 4 (bilinear) or 16 (bicubic). Equals `F.interpolate(..., align_corners=False,
-    antialias=False)`, and is the identity when the sizes agree.
+    order; taps is 4 (bilinear), 16 (bicubic) or, with antialiasing, as many as the sizes ask for. Equals
+    `F.interpolate(..., align_corners=False)`, and is the identity when the sizes agree.
     """
     # Separable: two short lists make the taps of every patch.
     row_index, row_weight = _axis_taps(h, table_h, mode)
@@ -144,7 +152,10 @@ def rope_turns(row_P: Tensor, col_P: Tensor, cfg: VisionConfig) -> Tensor:
     """Unit complex numbers [P, head_dim / 2] of the 2-D RoPE, complex64, on the device of the coordinates.
 
     Pair 2i carries the column (x) and pair 2i+1 the row (y), both with frequency i: x and y alternate.
+    Without RoPE (rope_theta None) nothing turns.
     """
+    if cfg.rope_theta is None:
+        return torch.ones(len(row_P), cfg.head_dim // 2, dtype=torch.complex64, device=row_P.device)
     # Looked up, not computed: coordinates are integers up to the longest side.
     turns = _axial_turns(cfg.max_patches_per_side, cfg.head_dim, cfg.rope_theta, row_P.device)
     return torch.stack((turns[col_P], turns[row_P]), dim=-1).flatten(1)
@@ -256,6 +267,10 @@ class VisionGrid:
             share = np.where(turn < t, 1.0 / t, 0.0).astype(np.float32)
             weights.append(np.broadcast_to(share, (longest, tokens)))
             first_patch, first_token = first_patch + t * size, first_token + t * tokens
+        # Sizes with fewer taps are filled up by taps of weight zero.
+        taps = max((index.shape[1] for index in indices), default=1)
+        for each in (indices, tap_weights):
+            each[:] = [np.pad(one, ((0, 0), (0, taps - one.shape[1]))) for one in each]
 
         # Not waited for: the copy runs beside the host's next work.
         def put(array: np.ndarray) -> Tensor:

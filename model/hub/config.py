@@ -86,6 +86,11 @@ def load_config(directory: str | Path) -> FusionConfig:
             f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
             "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
         )
+    return config_of(raw, path)
+
+
+def config_of(raw: Record, path: str | Path) -> FusionConfig:
+    """The configuration in what a config.json says; path: for errors. Raises ModelDirectoryError."""
     try:
         # Unknown keys are errors: a misspelt option must not fall back to a default.
         parts: Record = {"media_token_id": raw["media_placeholder_token_id"]}

@@ -10,7 +10,8 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 | kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
 | kimi_k3 | text, tower, projector | `A_log` filled up to whole 128s; MXFP4 is refused |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
-| siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
+| siglip, siglip_vision_model, siglip2, siglip2_vision_model (NaFlex) | tower | other names, separate q, k, v;
+  no RoPE; NaFlex: patches as rows of pixels, the position table stretched with antialiasing |
 | timm (`architecture`) | tower | its own names below `vision_tower.model.` (vision/timm_tower.py) |
 | deepseek_v3 (Moonlight) | parts, to begin with | RoPE in MLA; `mlp.experts.{e}.gate_proj` and the like |
 | llama, qwen2, qwen3, mistral | parts, to begin with | another attention; vocabulary and feed-forward alike |
@@ -24,7 +25,7 @@ Sources: published config.json files and modelling code; the weight conversion m
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ VISION_IDLE = set(
     (
         "image_size layer_norm_eps merge_kernel_size rope_parameters rope_theta mm_hidden_size"
         " text_hidden_size vision_use_head ignore_index media_placeholder_token_id pad_token_id"
-        " qkv_hidden_size"
+        " qkv_hidden_size num_patches"
     ).split()
 )
 # Family -> what its tower is, but for its sizes.
@@ -115,7 +116,10 @@ TOWERS = {
     "kimi_vl": "moonvit",
     "siglip": "moonvit",
     "siglip_vision_model": "moonvit",
+    "siglip2": "moonvit",
+    "siglip2_vision_model": "moonvit",
 }
+PIXELS = 3
 VISION_KEYS = {
     # theirs -> ours; both generations of names
     "hidden_size": "hidden_size",
@@ -134,6 +138,10 @@ VISION_KEYS = {
     "init_pos_emb_time": "pos_emb_time",
     "pos_emb_time": "pos_emb_time",
     "projector_ln_eps": "projector_ln_eps",
+    "norm_eps": "norm_eps",
+    "in_patch_limit": "in_patch_limit",
+    "in_patch_limit_each_frame": "in_patch_limit_each_frame",
+    "patch_limit_on_one_side": "max_patches_per_side",
 }
 
 
@@ -167,6 +175,7 @@ def text_config(path: Path, raw: Record) -> ModelConfig:
     values = {key: value for key, value in raw.items() if key in known and value is not None}
     values |= next(({"num_experts_per_token": raw[key]} for key in OWN if key in raw), {})
     values |= {key: null for key, null in K3_NULL.items() if key in raw and raw[key] is None}
+    values |= {"num_experts": 0} if raw.get("num_experts", 0) is None else {}
     unsaid = [key for key in K3_SAID if raw.get("routed_expert_hidden_size") and key not in values]
     if unsaid:
         raise refuse(path, f"says nothing of {', '.join(unsaid)}; take the values from the release")
@@ -219,8 +228,11 @@ def vision_config(path: Path, family: str, raw: Record) -> VisionConfig:
     values |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     if family.startswith("siglip"):
         side = raw.get("image_size", 224) // raw.get("patch_size", 16)
+        if family.startswith("siglip2"):
+            side = isqrt(raw.get("num_patches", 256))
+            values["pos_emb_interpolation"] = "bilinear_antialias"
         values |= {"norm_eps": raw.get("layer_norm_eps", 1e-6), "pos_emb_height": side, "pos_emb_width": side}
-        values |= {"pos_emb_time": 1}
+        values |= {"pos_emb_time": 1, "rope_theta": None}
     merge = raw.get("merge_kernel_size") or (2, 2)
     values["merge_kernel_size"] = tuple(merge) if isinstance(merge, list | tuple) else (merge, merge)
     if "hidden_size" in values and "num_attention_heads" in values:
@@ -238,6 +250,12 @@ class Found:
 
     names: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
+
+
+def from_rows(weight: Tensor) -> Tensor:
+    """A patch embedding [C, 3, p, p]; NaFlex has it on rows of pixels, [C, p * p * 3]."""
+    side = isqrt(weight.shape[1] // PIXELS)
+    return weight.view(-1, side, side, PIXELS).permute(0, 3, 1, 2)
 
 
 def stacked(*parts: Tensor) -> Tensor:
@@ -287,14 +305,15 @@ class Foreign:
             packed = {key: self.raw[key] for key in ("quantization_config",) if self.raw.get(key)}
             self.text = text_config(path, {"tie_word_embeddings": False} | text | packed)
         if self.family in TOWERS and isinstance(vision, dict):
-            self.vision = vision_config(path, self.family, vision | _projector(self.raw))
+            beside = _projector(self.raw) | _limits(self.folder / "preprocessor_config.json")
+            self.vision = vision_config(path, self.family, vision | beside)
         elif self.family == "timm":
             self.vision = timm_config(str(self.raw["architecture"]))
-        elif self.family == "siglip_vision_model":
+        elif self.family in ("siglip_vision_model", "siglip2_vision_model"):
             self.vision = vision_config(path, self.family, self.raw)
         self.tied = bool(self.raw.get("tie_word_embeddings"))
         if self.text is None and self.vision is None and not (tower or (warm and self.family in WARM)):
-            known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip_vision_model, timm"
+            known = "kimi_linear, kimi_k25, kimi_k3, kimi_vl, siglip, siglip2, timm"
             hint = "; --like RECIPE takes what fits of it" if self.family in WARM else ""
             raise refuse(path, f"model_type {self.family!r}; what can be imported: {known}{hint}")
         self.shapes = self._headers()
@@ -359,6 +378,9 @@ class Foreign:
         name = public.removeprefix(TOWER)
         # With and without the name of the whole, as releases and newer versions of transformers have it.
         for root in ("vision_model.", ""):
+            rows = f"{root}embeddings.patch_embedding.weight"
+            if name == "patch_embed.proj.weight" and len(self.shapes.get(rows, ("", []))[1]) == 2:
+                yield Found((rows,), from_rows)
             for ours, theirs in SIGLIP:
                 if re.fullmatch(ours, name):
                     yield Found((root + re.sub(ours, theirs, name),))
@@ -412,3 +434,10 @@ class Foreign:
 def _projector(raw: Record) -> Record:
     """What the top of a configuration says about the projector."""
     return {key: raw[key] for key in ("projector_ln_eps",) if key in raw}
+
+
+def _limits(path: Path) -> Record:
+    """How large pictures are taken, which stands in a file of its own."""
+    said = read_json(path).get("media_proc_cfg") if path.is_file() else None
+    keys = ("in_patch_limit", "in_patch_limit_each_frame", "patch_limit_on_one_side")
+    return {key: said[key] for key in keys if key in said} if isinstance(said, dict) else {}

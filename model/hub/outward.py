@@ -5,9 +5,10 @@
 | earlyfusion | earlyfusion; transformers with trust_remote_code, by code that travels along | everything |
 | kimi_linear | transformers' KimiLinear, vLLM's Kimi-Linear loader | the text model |
 | kimi_k25 | transformers' Kimi_K25ForConditionalGeneration | everything |
+| kimi_k3 | vLLM's and NVIDIA's KimiK3ForConditionalGeneration | everything |
 
-The two foreign formats compute less than our models can: what they would leave out without a word is refused
-by name. Source: transformers 5.24, models/kimi_linear and models/kimi_k25.
+The foreign formats compute less than our models can: what they would leave out without a word is refused by
+name. Source: transformers 5.24, models/kimi_linear and models/kimi_k25; vLLM 0.33, models/kimi_k3.
 """
 
 import shutil
@@ -21,11 +22,14 @@ from huggingface_hub import ModelCard
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from torch.nn.functional import pad
 
 from earlyfusion.kernels.files import Record, write_atomic, write_json
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.hub.config import ModelDirectoryError, json_files, read_json
 from earlyfusion.model.hub.folder import PublicTensor
+from earlyfusion.model.hub.foreign import HEAD_TILE, V2_FIXED
 from earlyfusion.vision.config import VisionConfig
 
 PORTABLE = Path(__file__).parent / "portable"
@@ -36,6 +40,8 @@ MODEL, CONFIG, PROCESSOR = (
     "processing_earlyfusion.EarlyFusionProcessor",
 )
 HEAD = "language_model.lm_head.weight"
+IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
+"""A picture in a text for `AutoProcessor`, as our chat template writes it."""
 
 # Sizes that the foreign configurations name as ours does.
 TEXT_KEYS = tuple(
@@ -56,10 +62,18 @@ OTHER_TEXT = {
     "latent_moe_use_norm",
 }
 LINEAR_KEYS = ("num_heads", "head_dim", "short_conv_kernel_size")
-VISION_KEYS = tuple(
-    "patch_size hidden_size num_hidden_layers num_attention_heads intermediate_size pos_emb_height"
-    " pos_emb_width pos_emb_time merge_kernel_size".split()
-)
+# What Kimi K3 has besides, under our names.
+K3_KEYS = {
+    "hidden_act",
+    "activation_situ_beta",
+    "activation_situ_linear_beta",
+    "routed_expert_hidden_size",
+    "latent_moe_use_norm",
+    "moe_layer_freq",
+}
+VISION_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+VISION_TABLE = ("pos_emb_height", "pos_emb_width", "pos_emb_time")
+VISION_KEYS = ("patch_size", *VISION_SIZES, *VISION_TABLE, "merge_kernel_size")
 # Limits of the preparation stand in a file of their own; theta among the RoPE parameters.
 OTHER_VISION = {
     "max_patches_per_side",
@@ -76,11 +90,14 @@ OTHER_VISION = {
 @dataclass(frozen=True)
 class Dialect:
     """A format. files: what it has in place of files of a model directory, by name; prefix: of the tensors
-    that it takes, which their names there lack; untied: its head is always a matrix of its own."""
+    that it takes, which their names there lack; untied: its head is always a matrix of its own; shaped: a
+    tensor, by its name, as it stands there; use: of the card."""
 
     files: Callable[[FusionConfig, str], dict[str, Record]]
+    use: str
     prefix: str = ""
     untied: bool = True
+    shaped: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
 
     def tensors(self, config: FusionConfig, items: Iterable[PublicTensor]) -> dict[str, PublicTensor]:
         """Of our tensors those that the format takes, by their names there."""
@@ -100,25 +117,18 @@ def _differs(model: BaseModel, same: BaseModel, written: set[str]) -> list[str]:
     ]
 
 
-def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
-    """The text model's configuration for transformers' KimiLinear. Raises ModelDirectoryError for what that
-    class does not compute."""
-    found = _differs(text, ModelConfig(), {*TEXT_KEYS, *OTHER_TEXT})
-    linear = text.linear_attn_config
-    found += _differs(linear, type(linear)(), {*LINEAR_KEYS, "kda_layers", "full_attn_layers"})
-    if not text.num_experts:
-        found.append("num_experts = 0 (that class always has experts)")
+def _refuse(format: str, found: list[str], instead: str = "use --format earlyfusion") -> None:
     if found:
-        raise ModelDirectoryError(
-            f"format kimi_linear cannot hold this model: {'; '.join(found)}; use --format earlyfusion"
-        )
+        raise ModelDirectoryError(f"format {format} cannot hold this model: {'; '.join(found)}; {instead}")
 
+
+def _text(text: ModelConfig, dtype: str) -> Record:
+    """What the configurations of Kimi-Linear and Kimi K3 say alike."""
     plan = list(enumerate(text.plan(), 1))
     values = text.model_dump(mode="json", include={*TEXT_KEYS})
     # A single weight divided by itself is always one; there it would be divided.
     values["moe_renormalize"] = text.moe_renormalize and text.num_experts_per_token > 1
     return {
-        "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
         "dtype": dtype,
         **values,
@@ -126,7 +136,7 @@ def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
             # Both lists: the class default puts MLA elsewhere, and one alone is not read.
             "kda_layers": [layer for layer, kind in plan if kind == "kda"],
             "full_attn_layers": [layer for layer, kind in plan if kind == "mla"],
-            **linear.model_dump(mode="json", include={*LINEAR_KEYS}),
+            **text.linear_attn_config.model_dump(mode="json", include={*LINEAR_KEYS}),
         },
         "num_key_value_heads": text.num_attention_heads,
         "num_expert_group": 1,
@@ -137,11 +147,85 @@ def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
         "num_nextn_predict_layers": 0,
         "mla_use_nope": True,
         "hidden_act": "silu",
-        "model_max_length": 1 << 20,
         "use_cache": True,
-        # The class does not tie: a tied head is written as a matrix of its own.
+        # The classes do not tie: a tied head is written as a matrix of its own.
         "tie_word_embeddings": False,
     }
+
+
+def kimi_linear_config(text: ModelConfig, dtype: str) -> Record:
+    """The text model's configuration for transformers' KimiLinear. Raises ModelDirectoryError for what that
+    class does not compute."""
+    found = _differs(text, ModelConfig(), {*TEXT_KEYS, *OTHER_TEXT})
+    linear = text.linear_attn_config
+    found += _differs(linear, type(linear)(), {*LINEAR_KEYS, "kda_layers", "full_attn_layers"})
+    if not text.num_experts:
+        found.append("num_experts = 0 (that class always has experts)")
+    _refuse("kimi_linear", found)
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        **_text(text, dtype),
+        "model_max_length": 1 << 20,
+    }
+
+
+def kimi_k3_config(config: FusionConfig, dtype: str) -> Record:
+    """The whole model's configuration for vLLM's and NVIDIA's Kimi K3. Raises ModelDirectoryError for what
+    those classes do not compute."""
+    text, vision = config.text, config.vision
+    linear = text.linear_attn_config
+    found = _differs(text, ModelConfig(), {*TEXT_KEYS, *OTHER_TEXT, *K3_KEYS, "mla_output_gate", "attn_res"})
+    if text.attn_res == "full":
+        found.append("attn_res = 'full' (computed there: 'none', 'block')")
+    written = {*VISION_KEYS, *OTHER_VISION, "norm_eps"} - {"rope_theta"}
+    found += _differs(vision, VisionConfig.preset("moonvit_v2"), written)
+    _refuse("kimi_k3", found)
+
+    words = _text(text, dtype) | text.model_dump(mode="json", include=K3_KEYS)
+    words["linear_attn_config"] |= {
+        "gate_lower_bound": linear.gate_lower_bound,
+        "use_full_rank_gate": linear.full_rank_output_gate,
+    }
+    words |= {
+        # Null is what those classes know as dense throughout.
+        "num_experts": text.num_experts or None,
+        "mla_use_output_gate": text.mla_output_gate,
+        "attn_res_block_size": text.attn_res_block_size if text.attn_res == "block" else None,
+        "topk_method": "noaux_tc",
+        "max_position_embeddings": 1 << 20,
+    }
+    return {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "model_type": "kimi_k3",
+        "dtype": dtype,
+        **{name: words[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "tie_word_embeddings": False,
+        "media_placeholder_token_id": config.media_token_id,
+        "image_placeholder": IMAGE,
+        "text_config": words,
+        "vision_config": {
+            "model_type": "kimi_k3_vision",
+            **V2_FIXED,
+            **{f"vt_{name}": getattr(vision, name) for name in VISION_SIZES},
+            **{f"init_{name}": getattr(vision, name) for name in VISION_TABLE},
+            "patch_size": vision.patch_size,
+            "merge_kernel_size": list(vision.merge_kernel_size),
+            "qkv_hidden_size": vision.qkv_width,
+            "mm_hidden_size": vision.hidden_size,
+            "text_hidden_size": text.hidden_size,
+            "projector_ln_eps": vision.projector_ln_eps,
+            # Of the tower; the classes name none, and take that of their version of torch.
+            "norm_eps": vision.norm_eps,
+        },
+    }
+
+
+def whole_tiles(name: str, tensor: Tensor) -> Tensor:
+    """K3's kernels want A_log of 128 heads, or a multiple: zeros stand behind the last."""
+    if not name.endswith("A_log"):
+        return tensor
+    heads = tensor.flatten()
+    return pad(heads, (0, -len(heads) % HEAD_TILE))
 
 
 def kimi_k25_config(config: FusionConfig, dtype: str) -> Record:
@@ -151,11 +235,9 @@ def kimi_k25_config(config: FusionConfig, dtype: str) -> Record:
     found = _differs(vision, VisionConfig.preset("moonvit3d"), {*VISION_KEYS, *OTHER_VISION})
     if vision.qkv_width != vision.hidden_size:
         found.append(f"head_dim = {vision.head_dim} (computed there: hidden_size / num_attention_heads)")
-    if found:
-        raise ModelDirectoryError(
-            f"format kimi_k25 cannot hold this tower: {'; '.join(found)}; use --format earlyfusion, or"
-            " --format kimi_linear for the text model alone"
-        )
+    if vision.rope_theta is None:
+        found.append("rope_theta = None (computed there: a number)")
+    _refuse("kimi_k25", found, "use --format earlyfusion, or --format kimi_linear for the text model alone")
     text = kimi_linear_config(config.text, dtype)
     ids = {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
@@ -200,17 +282,13 @@ def with_code(config: FusionConfig, dtype: str) -> dict[str, Record]:
     return files
 
 
-Format = Literal["earlyfusion", "kimi_linear", "kimi_k25"]
+Format = Literal["earlyfusion", "kimi_linear", "kimi_k25", "kimi_k3"]
 DIALECTS: dict[Format, Dialect] = {
-    "earlyfusion": Dialect(with_code, untied=False),
-    "kimi_linear": Dialect(
-        lambda config, dtype: {"config.json": kimi_linear_config(config.text, dtype)}, "language_model."
-    ),
-    "kimi_k25": Dialect(lambda config, dtype: {"config.json": kimi_k25_config(config, dtype)}),
-}
+    "earlyfusion": Dialect(
+        with_code,
+        """\
+## With transformers
 
-USE: dict[Format, str] = {
-    "earlyfusion": """\
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -218,7 +296,13 @@ model = AutoModelForImageTextToText.from_pretrained(".", trust_remote_code=True)
 processor = AutoProcessor.from_pretrained(".", trust_remote_code=True)
 ```
 The code in this folder is plain PyTorch and needs no other package; it is slower than earlyfusion itself.""",
-    "kimi_linear": """\
+        untied=False,
+    ),
+    "kimi_linear": Dialect(
+        lambda config, dtype: {"config.json": kimi_linear_config(config.text, dtype)},
+        """\
+## With transformers
+
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -226,13 +310,29 @@ model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 The text model alone: the vision tower and its projector are not here.""",
-    "kimi_k25": """\
+        prefix="language_model.",
+    ),
+    "kimi_k25": Dialect(
+        lambda config, dtype: {"config.json": kimi_k25_config(config, dtype)},
+        """\
+## With transformers
+
 ```python
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 model = AutoModelForImageTextToText.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```""",
+    ),
+    "kimi_k3": Dialect(
+        lambda config, dtype: {"config.json": kimi_k3_config(config, dtype)},
+        """\
+## With vLLM
+
+`vllm serve .` reads this folder as Kimi K3, and writes the size of a picture before it, which this model has
+not seen; the default format with earlyfusion's plugin for vLLM does not.""",
+        shaped=whole_tiles,
+    ),
 }
 
 
@@ -259,10 +359,10 @@ def finish(folder: Path, config: FusionConfig, dtype: str, format: Format, licen
 
     begin_with_bos(folder)
     card = ModelCard.load(folder / "README.md")
-    card.data.library_name = "transformers"
+    card.data.library_name = "vllm" if format == "kimi_k3" else "transformers"
     if format == "kimi_linear":
         card.data.pipeline_tag = "text-generation"
     if licence is not None:
         card.data.license = licence
-    card.text = card.text.rstrip() + f"\n\n## With transformers\n\n{USE[format]}\n"
+    card.text = card.text.rstrip() + f"\n\n{DIALECTS[format].use}\n"
     card.save(folder / "README.md")

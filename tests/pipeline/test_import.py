@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers import (
+    AutoModelForImageTextToText,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
@@ -162,8 +168,8 @@ def test_as_many_tensors_as_the_releases_have():
         assert sum(name.startswith(("vision_tower.", "mm_projector.")) for name in names) == count
 
 
-def test_siglip_is_the_tower_without_rope(theirs, tmp_path, monkeypatch):
-    """Turned by one in place of the RoPE that it does not have, on its own picture size."""
+def test_siglip_is_the_tower_without_rope(theirs, tmp_path):
+    """On its own picture size."""
     torch.manual_seed(0)
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "patch_size")
     config = SiglipVisionConfig(**{key: SMALL[key] for key in keys}, image_size=24)
@@ -173,11 +179,6 @@ def test_siglip_is_the_tower_without_rope(theirs, tmp_path, monkeypatch):
     assert imported(folder, "--tower", tmp_path / "siglip", "--to", tmp_path / "ours") == EXIT_OK
     tower: VisionTower = load_model(tmp_path / "ours").vision_tower
 
-    monkeypatch.setattr(
-        encoder,
-        "rope_turns",
-        lambda row_P, col_P, cfg: torch.ones(len(row_P), cfg.head_dim // 2, dtype=torch.complex64),
-    )
     picture = torch.rand(1, 3, 24, 24) * 2 - 1
     patches = picture[0].unfold(1, 4, 4).unfold(2, 4, 4).permute(1, 2, 0, 3, 4).flatten(0, 1)
     features = tower(patches, VisionGrid.from_grids([(1, 6, 6)], tower.cfg)).flatten(0, 1)
@@ -185,6 +186,37 @@ def test_siglip_is_the_tower_without_rope(theirs, tmp_path, monkeypatch):
         expected = siglip(picture).last_hidden_state[0]
     order = torch.from_numpy(encoder.merge_order(6, 6, (2, 2)))
     torch.testing.assert_close(features, expected[order], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (2, 8), (4, 14)])
+def test_siglip_2_keeps_the_resolution_of_a_picture(theirs, tmp_path, grid):
+    """NaFlex as transformers saves it: pixels in rows, the table stretched with antialiasing; features of two
+    pictures in one pack, here and in the code that travels with an export."""
+    torch.manual_seed(1)
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "patch_size")
+    config = Siglip2VisionConfig(**{key: SMALL[key] for key in keys}, num_patches=49)
+    siglip = Siglip2VisionModel(config).eval()
+    siglip.save_pretrained(tmp_path / "siglip")
+    _, folder = theirs["plain"]
+    assert imported(folder, "--tower", tmp_path / "siglip", "--to", tmp_path / "ours") == EXIT_OK
+    model = load_model(tmp_path / "ours")
+    tower: VisionTower = model.vision_tower
+    grids = [(1, 6, 6), (1, *grid)]
+    pixels = [torch.rand(t * h * w, 3, 4, 4) * 2 - 1 for t, h, w in grids]
+    features = tower(torch.cat(pixels), VisionGrid.from_grids(grids, tower.cfg)).flatten(0, 1)
+    for (_, h, w), patches, found in zip(grids, pixels, features.split([len(each) for each in pixels])):
+        rows = patches.permute(0, 2, 3, 1).flatten(1)[None]
+        with torch.no_grad():
+            expected = siglip(rows, torch.ones(1, h * w), torch.tensor([[h, w]])).last_hidden_state[0]
+        order = torch.from_numpy(encoder.merge_order(h, w, (2, 2)))
+        torch.testing.assert_close(found, expected[order], atol=1e-5, rtol=1e-5)
+
+    words = ["export", str(tmp_path / "ours"), "--to", str(tmp_path / "out")]
+    assert cli.main(words) == EXIT_OK
+    out = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    with torch.no_grad():
+        travelled = out.vision_tower(torch.cat(pixels), grids).flatten(0, 1)
+    torch.testing.assert_close(travelled, features, atol=1e-5, rtol=1e-5)
 
 
 def test_an_import_goes_on_where_it_was_interrupted(theirs, tmp_path, monkeypatch):

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_dropin import made
+from test_dropin import exported, made, packed, picture
+from torch import nn
 
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine import runner
@@ -20,6 +23,7 @@ from earlyfusion.model.mixers import MultiHeadLatentAttention
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.load import load
+from earlyfusion.vision.config import FP32_EPS
 from tests.model.tiny import build, tiny_fusion, tiny_text
 
 K3 = dict(
@@ -46,7 +50,7 @@ TEXT_KEYS = (
 def released(tokenizer, tmp_path_factory):
     """(our model, a folder that holds it as a K3 release would)."""
     base = tmp_path_factory.mktemp("k3")
-    model = made(base / "ours", Tokenizer.load(tokenizer), K3, {"norm_eps": 2.0**-7}, seed=4)
+    model = made(base / "ours", Tokenizer.load(tokenizer), K3, {"norm_eps": FP32_EPS}, seed=4)
     text, vision = model.config.text, model.config.vision
     tensors = load_file(base / "ours" / "model.safetensors")
     for name in [name for name in tensors if name.endswith("A_log")]:
@@ -106,8 +110,8 @@ def imported(source, to) -> int:
 
 
 def test_a_release_comes_in_whole(released, tmp_path):
-    """Every weight bit for bit, and every word of its configuration: block unit, gates, the norm's eps that a
-    bf16 RMSNorm of torch takes by itself."""
+    """Every weight bit for bit, and every word of its configuration: block unit, gates, the norm's eps that
+    torch takes by itself."""
     model, folder = released
     assert imported(folder, tmp_path / "ours") == EXIT_OK
     ours = load_model(tmp_path / "ours")
@@ -115,7 +119,7 @@ def test_a_release_comes_in_whole(released, tmp_path):
     outside = {"initializer_range", "linear_attn_config"}
     said = [each.config.text.model_dump(exclude=outside) for each in (ours, model)]
     assert said[0] == said[1] and ours.config.text.plan() == model.config.text.plan()
-    assert ours.config.vision.norm_eps == 2.0**-7 and ours.config.vision.projector_ln_eps == 1e-5
+    assert ours.config.vision.norm_eps == FP32_EPS and ours.config.vision.projector_ln_eps == 1e-5
     for name, tensor in model.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
 
@@ -161,7 +165,7 @@ def test_what_is_not_k3_is_refused(released, where, change, said, tmp_path, caps
     assert said in capsys.readouterr().err and not (tmp_path / "ours").exists()
 
 
-def packed(tensors):
+def quantised(tensors):
     """The experts in MXFP4's form: bytes of two weights, and a scale for each 32."""
     found = dict(tensors)
     for name in [name for name in tensors if ".block_sparse_moe.experts." in name]:
@@ -174,7 +178,7 @@ def packed(tensors):
 def test_packed_weights_are_told_by_their_names(released, tmp_path, capsys):
     """Also where no configuration speaks of them."""
     source = shutil.copytree(released[1], tmp_path / "source")
-    save_file(packed(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
+    save_file(quantised(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
     assert imported(source, tmp_path / "ours") == EXIT_USER
     said = capsys.readouterr().err
     assert "quantised weights (language_model.model.layers" in said and "bfloat16" in said
@@ -186,7 +190,7 @@ def test_the_tower_of_a_quantised_release_is_taken(released, tmp_path):
     likes."""
     model, folder = released
     source = shutil.copytree(folder, tmp_path / "source")
-    save_file(packed(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
+    save_file(quantised(load_file(source / "model.safetensors")), str(source / "model.safetensors"))
     raw = json.loads((source / "config.json").read_text())
     raw["text_config"] |= {"quantization_config": {"quant_method": "compressed-tensors"}, "of_tomorrow": 1}
     # The release says how its attention is computed.
@@ -312,3 +316,76 @@ def test_nvidias_gated_latent_attention(nemo):
     with torch.no_grad():
         found = theirs(x[None], attention_mask=mask)[0]
         torch.testing.assert_close(found, ours(x, Segments((23,))), atol=1e-5, rtol=1e-5)
+
+
+class Convolution(nn.Conv1d):
+    """fla's ShortConvolution without its kernels."""
+
+    def __init__(self, hidden_size, kernel_size, dtype, **rest):
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=False, dtype=dtype)
+
+    def forward(self, x, **rest):
+        padded = nn.functional.pad(x.transpose(1, 2), (self.kernel_size[0] - 1, 0))
+        return nn.functional.silu(super().forward(padded)).transpose(1, 2), None
+
+
+class GatedNorm(nn.RMSNorm):
+    """fla's FusedRMSNormGated without its kernels."""
+
+    def __init__(self, width, eps, dtype, **rest):
+        super().__init__(width, eps, dtype=dtype)
+
+    def forward(self, x, gate):
+        return super().forward(x) * gate.sigmoid()
+
+
+def delta_rule(q, k, v, g, beta, **rest):
+    """fla's chunk_kda by its recurrence."""
+    from fla.ops.kda.naive import naive_recurrent_kda
+
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    return naive_recurrent_kda(q, k, v, g, beta)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nvidias_whole_model_reads_the_export(nemo, tokenizer, tmp_path, monkeypatch, seed):
+    """`export --format kimi_k3`, through NVIDIA's own configuration, names and blocks: the logits of text and
+    a picture. The kernels of fla, which need a GPU, are replaced by their formulas."""
+    from nemo_automodel.components.models.kimi_k3.config import KimiK3Config
+    from nemo_automodel.components.models.kimi_k3.multimodal import KimiK3ForConditionalGeneration
+
+    code, _, _, backend = nemo
+    monkeypatch.setattr(code, "ShortConvolution", Convolution)
+    monkeypatch.setattr(code, "FusedRMSNormGated", GatedNorm)
+    monkeypatch.setattr(code, "chunk_kda", delta_rule)
+    monkeypatch.setattr(code, "_require_fla", lambda: None)
+    model = made(tmp_path / "ours", Tokenizer.load(tokenizer), K3, {}, seed)
+    assert exported(tmp_path / "ours", tmp_path / "out", "--format", "kimi_k3") == EXIT_OK
+
+    config = KimiK3Config.from_pretrained(tmp_path / "out")
+    config.text_config.torch_dtype, config.text_config.kda_use_fused_gate = "float32", False
+    config.vision_config._attn_implementation = "eager"
+    theirs = KimiK3ForConditionalGeneration(config, backend=backend).float().eval()
+    for module in theirs.vision_tower.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.eps = model.config.vision.norm_eps
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    missing, left = theirs.load_state_dict(theirs.state_dict_adapter.from_hf(stored), strict=False)
+    assert left == [] and all("time_weight" in name or "freqs" in name for name in missing)
+
+    document = encode(
+        Sample([Text("Look: "), Image(picture(33, 18, 1)), Text(" and some words")], "t", "t"),
+        Tokenizer.load(tokenizer),
+        model.config.vision,
+    )
+    batch = packed(model, document)
+    ids = batch.ids[None, : len(document)]
+    # One placeholder a picture, which theirs widens.
+    first = (ids != model.config.media_token_id) | (ids.roll(1) != model.config.media_token_id)
+    with torch.no_grad():
+        ours = model.logits(model.hidden(batch))[: len(document)]
+        grid = torch.tensor([list(each) for each in batch.grids])
+        found = theirs(
+            ids[first][None], pixel_values=batch.patches.float() / 127.5 - 1.0, grid_thws=grid
+        ).logits[0]
+    torch.testing.assert_close(found, ours, atol=1e-4, rtol=1e-4)

@@ -67,7 +67,7 @@ config.json of public checkpoints: model.kv_norm_eps model.linear_attn_config.kd
   model.router_bias_update_rate model.vocab_size vision.alpha_background vision.bias vision.in_channels
   vision.in_patch_limit_each_frame vision.max_patches_per_side vision.merge_kernel_size
   vision.norm vision.norm_eps vision.pos_emb_interpolation vision.pos_emb_time vision.projector
-  vision.projector_ln_eps vision.rope_theta
+  vision.projector_ln_eps
 limits against hostile files, which the errors name: data.decode.animation_max_pixels
   data.decode.video_max_frames data.decode.video_max_patches data.decode.video_max_pixels
   data.decode.video_max_seconds

@@ -378,7 +378,8 @@ def vision_norm(config, size, eps):
 class PositionTable(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.mode = config.pos_emb_interpolation
+        self.mode, _, antialias = config.pos_emb_interpolation.partition("_")
+        self.antialias = bool(antialias)
         shape = config.pos_emb_height, config.pos_emb_width, config.hidden_size
         self.weight = nn.Parameter(torch.empty(shape))
 
@@ -386,7 +387,9 @@ class PositionTable(nn.Module):
         """[t h w, C]: the table stretched to h x w, and for a clip the sine and cosine of each frame."""
         table = self.weight.float().permute(2, 0, 1)[None]
         if table.shape[2:] != (h, w):
-            table = F.interpolate(table, size=(h, w), mode=self.mode, align_corners=False)
+            table = F.interpolate(
+                table, size=(h, w), mode=self.mode, align_corners=False, antialias=self.antialias
+            )
         table = table[0].permute(1, 2, 0).flatten(0, 1)
         if t == 1:
             return table
@@ -450,6 +453,8 @@ class VisionTower(nn.Module):
     def turns(self, t, h, w, device):
         """2-D RoPE of t frames of h x w patches: pairs of x (column) and y (row) alternate."""
         pairs = self.config.head_dim // 4
+        if self.config.rope_theta is None:
+            return torch.ones(t * h * w, 2 * pairs, device=device, dtype=torch.complex64)
         steps = torch.arange(pairs, device=device, dtype=torch.float64)
         rate = self.config.rope_theta ** (-4.0 * steps / self.config.head_dim)
         row, column = (torch.arange(n, device=device, dtype=torch.float64)[:, None] * rate for n in (h, w))
