@@ -230,15 +230,18 @@ class Layout:
         """All ranks that hold the same layers: who meets over gradients, loads and largest logits."""
         return self.mesh["holders"].get_group()
 
-    def name_of(self, group: dist.ProcessGroup) -> str:
-        """Name of the mesh dimension that a process group runs along; "world" where there is none."""
-        if not self.sharded:
-            return "world"
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Name of a process group -> the mesh dimension that it runs along."""
+        found: dict[str, str] = {}
         for mesh in [self.mesh, *([self.expert_mesh] if self.sizes.ep > 1 else [])]:
             for name in (*(mesh.mesh_dim_names or ()), *(("shard", "holders") if mesh is self.mesh else ())):
-                if mesh[name].get_group().group_name == group.group_name:
-                    return name
-        return "world"
+                found.setdefault(mesh[name].get_group().group_name, name)
+        return found
+
+    def name_of(self, group: dist.ProcessGroup) -> str:
+        """The mesh dimension that a process group runs along; "world" where there is none."""
+        return self.names.get(group.group_name, "world") if self.sharded else "world"
 
     @property
     def sharing(self) -> int:
