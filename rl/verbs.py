@@ -25,7 +25,8 @@ VERBS |= {
         "earlyfusion.rl.verbs:shorter", "shorter answers: merged weights, shortest right answers, DPO"
     ),
     "study": Verb(
-        "earlyfusion.rl.verbs:studies", "studies with control arms: transfer from vision RL to text"
+        "earlyfusion.rl.verbs:studies",
+        "studies with control arms: transfer from vision RL to text, optimizer, residuals",
     ),
 }
 
@@ -42,9 +43,16 @@ WAYS = {
     "dpo": Verb("earlyfusion.rl.long2short.dpo:dpo", "preference training for shorter answers"),
 }
 STUDIES = {
+    "list": Verb("earlyfusion.rl.study.listing:listing", "what each study asks, and what was published"),
     "transfer": Verb(
         "earlyfusion.rl.study.transfer:transfer",
         "vision RL and the same skill in words, with its controls",
+    ),
+    "optimizer": Verb(
+        "earlyfusion.pipeline.study.ladder_cmd:optimizer", "MuonClip against AdamW: tokens for the same loss"
+    ),
+    "residuals": Verb(
+        "earlyfusion.pipeline.study.ladder_cmd:residuals", "Attention Residuals against plain residuals"
     ),
 }
 

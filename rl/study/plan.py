@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record, write_atomic
 from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
+from earlyfusion.pipeline.study.runner import Stage
 from earlyfusion.rl.recipe import RLConfig, entry_of
 
 FOLDER = Path(__file__).parent
@@ -180,28 +181,6 @@ def read_study(given: str, changes: Record) -> StudyConfig:
     return config
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One piece of work. results: what exists when it is done; after: names of the stages it needs; folder:
-    its own.
-
-    partial: it does what it can when stages it needs have failed, and goes on by itself; every other one
-    takes --resume when its folder holds a complete checkpoint.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    results: tuple[Path, ...]
-    folder: Path
-    after: tuple[str, ...] = ()
-    partial: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether all its results are there."""
-        return all(path.is_file() for path in self.results)
-
-
 def start_of(out: Path, seed: int) -> Path:
     """The model directory that the runs of a pretraining seed start from."""
     return out / "pretrain" / f"p{seed}" / "model"
@@ -231,7 +210,7 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
     def add(name: str, folder: Path, words: list[str], needs: list[str]) -> str:
         """A stage that ends with a model in its folder."""
         command = (sys.executable, "-m", *words, "--out", str(folder))
-        made.append(Stage(name, command, (folder / "model" / "config.json",), folder, tuple(needs)))
+        made.append(Stage(name, lambda: command, (folder / "model" / "config.json",), folder, tuple(needs)))
         return name
 
     for seed in range(config.seeds):
@@ -259,7 +238,9 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
             results += [beside(file, "probe") for file in results if file.suffix == ".jsonl"]
         command = (sys.executable, "-m", "earlyfusion.rl.study.measure", str(out), str(seed))
         folder, after = measured_file(out, seed).parent, (*needs, *runs)
-        made.append(Stage(f"measure/p{seed}", command, tuple(results), folder, after, partial=True))
+        made.append(
+            Stage(f"measure/p{seed}", partial(tuple, command), tuple(results), folder, after, partial=True)
+        )
     return made
 
 

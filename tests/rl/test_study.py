@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from page_cases import checked
@@ -19,12 +20,12 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import compose, to_toml, validate
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
+from earlyfusion.pipeline.study import runner as running
+from earlyfusion.pipeline.study.runner import Runner, Stage
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.study import transfer as running
 from earlyfusion.rl.study.analysis import analyse
 from earlyfusion.rl.study.measure import measure_seed
 from earlyfusion.rl.study.plan import (
-    Stage,
     beside,
     measured_file,
     read_study,
@@ -33,7 +34,7 @@ from earlyfusion.rl.study.plan import (
     start_of,
     write_recipes,
 )
-from earlyfusion.rl.study.transfer import Runner, headline, write_report
+from earlyfusion.rl.study.transfer import headline, write_report
 
 NULL = "no difference shown"
 
@@ -152,7 +153,7 @@ def test_the_shipped_study_names_every_arm_and_its_recipes_are_valid(tmp_path):
 
 
 def test_runs_of_one_seed_share_it_so_that_arms_see_the_same_prompts(tmp_path):
-    made = {stage.name: stage.command for stage in stages(study(), tmp_path)}
+    made = {stage.name: stage.command() for stage in stages(study(), tmp_path)}
     names = ("run/p1/vision/r2", "run/p1/random/r2", "run/p1/vision/r1", "run/p0/vision/r1")
     seeds = [next(word for word in made[name] if word.startswith("--run.seed")) for name in names]
     assert seeds[0] == seeds[1] and len(set(seeds)) == 3
@@ -200,7 +201,7 @@ def stage(tmp_path):
         head = "import sys, time, signal; from pathlib import Path\n"
         head += f"done = lambda: Path({str(result)!r}).write_text('x')\n"
         command = (sys.executable, "-c", head + script)
-        return Stage(name, command, (result,), result.parent, after, **options)
+        return Stage(name, lambda: command, (result,), result.parent, after, **options)
 
     return made
 
@@ -303,7 +304,7 @@ def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys, monkeypatc
         prepared = []
         for s in stages(config, out):
             words = planted if s.partial else (touch, str(s.results[0]))
-            prepared.append(replace(s, command=(sys.executable, "-c", *words)))
+            prepared.append(replace(s, command=partial(tuple, (sys.executable, "-c", *words))))
         return prepared
 
     monkeypatch.setattr("earlyfusion.rl.study.transfer.stages", fake)
