@@ -26,7 +26,7 @@ VERBS |= {
     ),
     "study": Verb(
         "earlyfusion.rl.verbs:studies",
-        "studies with control arms: transfer from vision RL to text, optimizer, residuals",
+        "studies with control arms: transfer from vision RL to text, optimizer, fusion, residuals",
     ),
 }
 
@@ -50,6 +50,9 @@ STUDIES = {
     ),
     "optimizer": Verb(
         "earlyfusion.pipeline.study.ladder_cmd:optimizer", "MuonClip against AdamW: tokens for the same loss"
+    ),
+    "fusion": Verb(
+        "earlyfusion.pipeline.study.ladder_cmd:fusion", "vision early, midway and late at equal tokens"
     ),
     "residuals": Verb(
         "earlyfusion.pipeline.study.ladder_cmd:residuals", "Attention Residuals against plain residuals"

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,8 @@ class LadderArm(Section):
     expect: Literal["", "same", "worse"] = ""
     """What the study must find for its other findings to count: no difference to the base, or a loss above
     it; empty: it is asked."""
+    recipes: list[str] = []
+    """Recipes behind those of the study."""
     overrides: Record = {}
     """Dotted key of a recipe -> value."""
     tune: str = ""
@@ -72,7 +75,7 @@ class LadderConfig(Section):
     """Stage whose steps are set."""
     steps: PositiveInt
     """Optimizer steps of a run."""
-    tuning_steps: PositiveInt
+    tuning_steps: PositiveInt = 100
     """Optimizer steps of a run that chooses a value."""
     seeds: PositiveInt = 3
     """Seeds of every arm and size."""
@@ -102,7 +105,8 @@ class LadderConfig(Section):
         for size in self.sizes:
             for arm in self.arms:
                 try:
-                    load_config(self.recipes, [*self.keys(size, arm, self.steps, 0).items()])
+                    keys = self.keys(size, arm, self.steps, 0)
+                    load_config([*self.recipes, *arm.recipes], [*keys.items()])
                 except UserError as error:
                     raise ValueError(f"size {size.name}, arm {arm.name}: {error}") from None
         return self
@@ -187,16 +191,20 @@ def stages(config: LadderConfig, out: Path) -> list[Stage]:
     """Every run, in an order in which they could be made one after the other."""
     made: list[Stage] = []
 
-    def words(folder: Path, keys: Record) -> tuple[str, ...]:
-        # Text stands as it is; anything else as TOML reads it, which is JSON for these.
-        told = [f"--{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys.items()]
-        start = (sys.executable, "-m", "earlyfusion.pipeline.pretrain")
-        return (*start, *config.recipes, *told, "--out", str(folder))
+    def add(arm: LadderArm, folder: Path, keys: Callable[[], Record], after: tuple[str, ...] = ()) -> str:
+        def words() -> tuple[str, ...]:
+            # Text stands as it is; anything else as TOML reads it, which is JSON for these.
+            told = [f"--{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys().items()]
+            start = (sys.executable, "-m", "earlyfusion.pipeline.pretrain")
+            return (*start, *config.recipes, *arm.recipes, *told, "--out", str(folder))
 
-    def add(name: str, folder: Path, keys: Callable[[], Record], after: tuple[str, ...] = ()) -> str:
-        result = (folder / "model" / "config.json",)
-        made.append(Stage(name, lambda: words(folder, keys()), result, folder, after))
+        name = str(folder.relative_to(out))
+        made.append(Stage(name, words, (folder / "model" / "config.json",), folder, after))
         return name
+
+    def keys_of(size: Size, arm: LadderArm, length: float, seed: int) -> Record:
+        plain = config.keys(size, arm, round(config.steps * length), seed + arm.shift)
+        return plain | chosen(config, out, size.name, arm)
 
     for size in config.sizes:
         trials: dict[str, tuple[str, ...]] = {}
@@ -205,18 +213,11 @@ def stages(config: LadderConfig, out: Path) -> list[Stage]:
             for value in arm.values:
                 keys = config.keys(size, arm, config.tuning_steps, TUNING_SEED) | {arm.tune: value}
                 folder = trial_of(out, size.name, arm.name, value)
-                names.append(add(f"tune/{size.name}/{arm.name}/{value}", folder, partial(dict, keys)))
+                names.append(add(arm, folder, partial(dict, keys)))
             trials[arm.name] = tuple(names)
-
-        def keys_of(size: Size, arm: LadderArm, length: float, seed: int) -> Record:
-            plain = config.keys(size, arm, round(config.steps * length), seed + arm.shift)
-            return plain | chosen(config, out, size.name, arm)
-
-        for seed in range(config.seeds):
-            for arm in config.arms:
-                for length in config.lengths(arm):
-                    folder = run_of(out, size.name, arm.name, length, seed)
-                    name = f"run/{size.name}/{arm.name}/x{length:g}/s{seed}"
-                    after = trials[config.tuned_as(arm).name]
-                    add(name, folder, partial(keys_of, size, arm, length, seed), after)
+        for seed, arm in product(range(config.seeds), config.arms):
+            for length in config.lengths(arm):
+                folder = run_of(out, size.name, arm.name, length, seed)
+                after = trials[config.tuned_as(arm).name]
+                add(arm, folder, partial(keys_of, size, arm, length, seed), after)
     return made

@@ -63,4 +63,4 @@ def named(name: str) -> Callable[..., int | None]:
     return run
 
 
-optimizer, residuals = named("optimizer"), named("residuals")
+optimizer, residuals, fusion = map(named, ("optimizer", "residuals", "fusion"))

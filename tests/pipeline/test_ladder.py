@@ -137,16 +137,16 @@ def test_the_best_value_is_taken_by_all_that_are_like_it(tmp_path):
     assert chosen(config, tmp_path, "a", base) == chosen(config, tmp_path, "a", again) == {"optim.lr": 2e-3}
     assert chosen(config, tmp_path, "a", new) == {}
     made = {stage.name: stage for stage in stages(config, tmp_path)}
-    assert "--optim.lr=0.002" in made["run/a/half/x0.5/s0"].command()
-    assert made["run/a/half/x0.5/s0"].after == ("tune/a/base/0.001", "tune/a/base/0.002")
-    assert "--stages.joint.steps=50" in made["run/a/half/x0.5/s0"].command()
+    assert "--optim.lr=0.002" in made["runs/a/half/x0.5-s0"].command()
+    assert made["runs/a/half/x0.5-s0"].after == ("tuning/a/base/0.001", "tuning/a/base/0.002")
+    assert "--stages.joint.steps=50" in made["runs/a/half/x0.5-s0"].command()
 
 
-@pytest.mark.parametrize("name", ["optimizer", "residuals"])
-def test_the_shipped_studies_are_whole(name, tmp_path):
-    """Five values for every tuned arm, three sizes and seeds, both of the arms that test the study."""
+@pytest.mark.parametrize(("name", "sizes"), [("optimizer", 3), ("residuals", 3), ("fusion", 1)])
+def test_the_shipped_studies_are_whole(name, sizes, tmp_path):
+    """Five values for every tuned arm, both of the arms that test the study."""
     config = read_ladder(name, {})
-    assert len(config.sizes) == 3 and config.seeds >= 3
+    assert len(config.sizes) == sizes and config.seeds >= 3
     assert all(len(arm.values) >= 5 for arm in config.arms if arm.tune)
     assert {arm.expect for arm in config.arms} == {"", "same", "worse"}
 
