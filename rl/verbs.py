@@ -26,7 +26,7 @@ VERBS |= {
     ),
     "study": Verb(
         "earlyfusion.rl.verbs:studies",
-        "studies with control arms: transfer from vision RL to text, optimizer, fusion, residuals",
+        "studies with control arms: transfer from vision RL to text, optimizer, fusion, QK-Clip, residuals",
     ),
 }
 
@@ -50,6 +50,9 @@ STUDIES = {
     ),
     "optimizer": Verb(
         "earlyfusion.pipeline.study.ladder_cmd:optimizer", "MuonClip against AdamW: tokens for the same loss"
+    ),
+    "qkclip": Verb(
+        "earlyfusion.pipeline.study.ladder_cmd:qkclip", "attention logits with and without QK-Clip"
     ),
     "fusion": Verb(
         "earlyfusion.pipeline.study.ladder_cmd:fusion", "vision early, midway and late at equal tokens"

@@ -24,7 +24,7 @@ import numpy as np
 from scipy import special, stats
 
 from earlyfusion.eval.stats import ALPHA, Estimate, holm, mean_estimate
-from earlyfusion.kernels.files import Record, write_json
+from earlyfusion.kernels.files import Record, read_jsonl, write_json
 from earlyfusion.model.hub.folder import tensor_headers
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.pipeline.study.ladder import (
@@ -131,6 +131,13 @@ def word(row: Record, p: float) -> str:
     return "lower" if row["high"] < 0 else "higher"
 
 
+def logits(folder: Path) -> tuple[list[float], list[float]]:
+    """(tokens, the largest attention logit of any head) of the records of a run."""
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if line.get("max_logit")]
+    largest = [max(value for heads in line["max_logit"].values() for value in heads) for line in lines]
+    return [line["tokens"] for line in lines], largest
+
+
 def token_rows(config: LadderConfig, out: Path, parameters: dict[str, int]) -> list[Record]:
     """How many tokens the base needs for each arm's loss, by size and with its trend."""
     rows: list[Record] = []
@@ -211,6 +218,9 @@ def write_findings(config: LadderConfig, out: Path) -> None:
                 if weights := [*(folder / "model").glob("*.safetensors")]:
                     shapes = tensor_headers(weights).values()
                     parameters[size.name] = sum(math.prod(shape) for _, shape, _ in shapes)
+            if "max_logit" in config.metrics.values() and done:
+                curve = logits(folders[0])
+                curves.setdefault(("largest logit over tokens", size.name), {})[arm.name] = curve
             for metric, key in config.metrics.items():
                 points = sorted((run["tokens"], run[key]) for run in done if key in run)
                 if points:

@@ -82,7 +82,8 @@ class LadderConfig(Section):
     base_tokens: list[PositiveFloat] = []
     """Further lengths of the base, as multiples of the steps."""
     metrics: dict[str, str] = Field(min_length=1)
-    """What is compared, lower being better: name -> key of the last evaluation; the first is registered."""
+    """What is compared, lower being better: name -> key of the last evaluation, or max_logit, the largest of
+    the run; the first is registered."""
     spread: dict[str, PositiveFloat] = {}
     """Standard deviation of a difference between seeds in a pilot, by metric: what the power is told from."""
     sizes: list[Size] = Field(min_length=1)
@@ -154,7 +155,8 @@ def trial_of(out: Path, size: str, arm: str, value: Any) -> Path:
 
 
 def measured(folder: Path) -> Record | None:
-    """The last evaluation of a run that is done, with its tokens and seconds; None for any other."""
+    """The last evaluation of a run that is done, with its tokens, its seconds and the largest attention logit
+    of the whole run; None for any other."""
     if not (folder / "model" / "config.json").is_file():
         return None
     found: Record = {}
@@ -163,6 +165,8 @@ def measured(folder: Path) -> Record | None:
             found |= line
         elif line.get("event") == "train":
             found |= {key: line[key] for key in ("tokens", "seconds") if key in line}
+            logits = [value for heads in line.get("max_logit", {}).values() for value in heads]
+            found["max_logit"] = max([found.get("max_logit", 0.0), *logits])
     return found
 
 

@@ -63,4 +63,5 @@ def named(name: str) -> Callable[..., int | None]:
     return run
 
 
-optimizer, residuals, fusion = map(named, ("optimizer", "residuals", "fusion"))
+optimizer, residuals = named("optimizer"), named("residuals")
+fusion, qkclip = named("fusion"), named("qkclip")

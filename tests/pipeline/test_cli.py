@@ -177,8 +177,11 @@ export NONE --to FILE
 
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
-def test_whatever_a_user_gets_wrong_is_one_line_and_exit_code_2(verb, capsys, tmp_path):
+def test_whatever_a_user_gets_wrong_is_one_line_and_exit_code_2(verb, capsys, tmp_path, monkeypatch):
     """An exception that passes `guarded` would be a traceback, and fails this test."""
+    # Away from runs/ of this checkout: what is there would not be a mistake.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "file").write_text("neither a model nor a picture\n")
     (tmp_path / "file.toml").write_text("= not toml")
     lines = [line for line in WRONG.split("\n") if line.split(" ")[0] == verb]
@@ -190,7 +193,8 @@ def test_whatever_a_user_gets_wrong_is_one_line_and_exit_code_2(verb, capsys, tm
         said = capsys.readouterr().err
         assert code == 2, (given, code, said)
         assert said.startswith("error: ") and said.count("\n") == 1, (given, said)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "file.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "file", "file.toml"]
+    assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_a_reader_that_goes_away_ends_a_verb_without_a_word():

@@ -273,11 +273,11 @@ def test_a_stream_that_outlives_the_grace_ends_with_an_error_and_done(folder):
 
 def test_a_full_line_answers_429_and_a_stop_lets_requests_finish(folder):
     """On an address that others reach, which without a key is warned about."""
-    options = "--host 0.0.0.0 --queue 2 --slots 1 --grace 60 --max-new-tokens 1200"
+    options = "--host 0.0.0.0 --queue 2 --slots 1 --grace 60 --max-new-tokens 4000 --context 5000"
     server = Server(folder, options, key=None)
-    body = {**LONG, "max_tokens": 1200, "seed": 1}
+    body = {**LONG, "max_tokens": 4000, "seed": 1}
     with ThreadPoolExecutor(2) as pool:
-        # Two that take their time fill the line; only then comes another.
+        # Two that take their time, also on a busy machine, fill the line; only then comes another.
         first = [pool.submit(server.post, COMPLETIONS, json=body) for _ in range(2)]
         wait_for(lambda: server.stats()["open_requests"] == 2 or any(one.done() for one in first))
         assert server.post(COMPLETIONS, json=body).status_code == 429
