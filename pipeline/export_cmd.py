@@ -18,9 +18,10 @@ from torch import Tensor
 
 from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.data.options import Options, verb
+from earlyfusion.data.sources.base import KINDS
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import Record
+from earlyfusion.kernels.files import Record, read_jsonl
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import load_config, model_folder
@@ -40,6 +41,7 @@ from earlyfusion.pipeline import state
 from earlyfusion.pipeline.adapter import attach, merged
 from earlyfusion.pipeline.checkpoint import FOLDER, TOKENIZER, damage, latest, load_tree, step_of
 from earlyfusion.pipeline.config.schema import AdapterSection
+from earlyfusion.pipeline.progress import is_finite
 
 MEGABYTE = 10**6
 
@@ -108,18 +110,43 @@ def of_checkpoint(path: Path) -> Source:
     with torch.device("meta"):
         model = NativeFusion(FusionConfig.model_validate(run["model"]))
     words = Tokenizer.load(path.parent / TOKENIZER)
-    name = run["recipe"]["run"]["name"]
-    facts = {"name": name, "recipe": name, "steps": run["step"], "sources": {}, "evals": {}}
     # Adapters of the run are added to the weights beside them.
     holder = attach(model, AdapterSection(**run["recipe"].get("adapter") or {}))
     model, find = merged(holder, state.reader(holder, path))
     return Source(
         model,
         ChatTokenizer(words) if run["chat"] else words,
-        facts,
+        facts_of(run, path.parent.parent),
         lambda item: item.view(find(item.ours)),
         f"step {step_of(path)} of {path.parent.parent}",
     )
+
+
+def facts_of(run: Record, folder: Path) -> Record:
+    """What the card says of a checkpoint: its recipe, and what its run's folder measured up to that step."""
+    recipe, step = run["recipe"], run["step"]
+    last: Record = {}
+    for line in read_jsonl(folder / "metrics.jsonl"):
+        if line.get("step", 0) <= step:
+            last[str(line.get("event"))] = line
+    trained, measured = last.get("train", {}), last.get("eval", {})
+
+    sources: Record = {}
+    for source in recipe.get("data", {}).get("sources", []):
+        # A kind of the user's own is not imported for its licence.
+        kind = KINDS.get(source["kind"])
+        share = trained.get(f"data/share/{source['name']}")
+        sources[source["name"]] = {} if kind is None else {"licence": kind.licence, "note": kind.note}
+        sources[source["name"]] |= {} if share is None else {"share": share}
+    numbers = {key: value for key, value in measured.items() if is_finite(value)}
+    return {
+        "name": recipe["run"]["name"],
+        "recipe": recipe["run"]["name"],
+        "steps": step,
+        "sources": sources,
+        "evals": {key: round(value, 4) for key, value in numbers.items() if key not in ("step", "time")},
+        **{key: round(trained[key]) for key in ("tokens", "seconds") if key in trained},
+    }
 
 
 def of_directory(folder: Path) -> Source:

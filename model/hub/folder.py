@@ -365,6 +365,11 @@ def some(names: Sequence[str]) -> str:
 
 # ---- the model card
 
+UNLICENSED = (
+    "No licence has been chosen for these weights; the licences of the data above apply to what they permit."
+)
+LICENSED = "The weights are released under %s."
+
 CARD = """\
 ---
 library_name: earlyfusion
@@ -446,7 +451,7 @@ Nothing was measured on this model.
     ("pixels of one image token", "%d x %d" | format(
         vision.patch_size * vision.merge_kernel_size[1], vision.patch_size * vision.merge_kernel_size[0])),
 )) }}
-{% if facts.sources is mapping %}
+{% if facts.sources is mapping and facts.sources %}
 
 ## Data
 
@@ -469,9 +474,9 @@ Nothing was measured on this model.
 ## Licence
 
 {% if facts.licence %}
-The weights are released under {{ facts.licence }}.
+{{ licensed | format(facts.licence) }}
 {%- else %}
-No licence has been chosen for these weights; the licences of the data above apply to what they permit.
+{{ unlicensed }}
 {%- endif %}
  {{ facts.licence_note or "" }}
 {% if recipe_text %}
@@ -499,6 +504,8 @@ def model_card(config: FusionConfig, facts: Facts, parameters: int) -> str:
     text = config.text
     return environment.from_string(CARD).render(
         facts={"seconds": None, "seed": None, **facts},
+        licensed=LICENSED,
+        unlicensed=UNLICENSED,
         recipe_text=recipe.strip() if "\n" in recipe else "",
         amount=amount,
         parameters=parameters,

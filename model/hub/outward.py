@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from earlyfusion.kernels.files import Record, write_atomic, write_json
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.hub.config import ModelDirectoryError, json_files, read_json
-from earlyfusion.model.hub.folder import PublicTensor
+from earlyfusion.model.hub.folder import LICENSED, UNLICENSED, PublicTensor
 from earlyfusion.model.hub.foreign import HEAD_TILE, V2_FIXED
 from earlyfusion.vision.config import VisionConfig
 
@@ -364,5 +364,6 @@ def finish(folder: Path, config: FusionConfig, dtype: str, format: Format, licen
         card.data.pipeline_tag = "text-generation"
     if licence is not None:
         card.data.license = licence
+        card.text = card.text.replace(UNLICENSED, LICENSED % licence)
     card.text = card.text.rstrip() + f"\n\n{DIALECTS[format].use}\n"
     card.save(folder / "README.md")

@@ -1,6 +1,7 @@
 """`earlyfusion export`: a checkpoint becomes the model directory that the run itself would write."""
 
 import json
+import shutil
 
 import pytest
 from tiny_run import run_here
@@ -30,6 +31,27 @@ def test_the_last_checkpoint_is_the_model_that_the_run_wrote(trained, tmp_path):
     words = [json.loads((folder / "tokenizer.json").read_text()) for folder in (out, model)]
     assert words[0].pop("post_processor") != words[1].pop("post_processor")
     assert words[0] == words[1]
+
+
+def test_the_card_says_what_the_run_says(trained, tmp_path):
+    """Of a checkpoint: steps, tokens, what was measured until then, the data with shares and licences; the
+    licence that is chosen, and no word of none."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, loss in ((2, 1.25), (4, 0.75)):
+            file.write(json.dumps({"step": step, "event": "eval", "heldout/text": loss}) + "\n")
+    words = ["export", str(run), "--to", str(tmp_path / "out"), "--licence", "apache-2.0"]
+    assert cli.main(words) == EXIT_OK
+    own, card = ((folder / "README.md").read_text() for folder in (run / "model", tmp_path / "out"))
+    table = own.partition("## Data")[2].partition("\n## ")[0].strip()
+    assert table.count("|") > 12 and table in card and "| heldout/text | 0.75 |" in card
+    tokens = next(line for line in own.splitlines() if line.startswith("| tokens seen |"))
+    assert tokens in card and "| optimizer steps | 4 |" in card
+    assert "released under apache-2.0" in card and "No licence has been chosen" not in card
+    checkpoint = run / "checkpoints" / "step-000002"
+    assert cli.main(["export", str(checkpoint), "--to", str(tmp_path / "early")]) == EXIT_OK
+    early = (tmp_path / "early" / "README.md").read_text()
+    assert "| optimizer steps | 2 |" in early and tokens not in early and "| heldout/text | 1.25 |" in early
 
 
 def test_an_earlier_one_is_another_model(trained, tmp_path):
