@@ -17,8 +17,8 @@ from earlyfusion.pipeline.cli import VERBS
 from earlyfusion.pipeline.cli import _command as command
 from earlyfusion.pipeline.config.arguments import describe, type_name
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
-from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.pipeline.study.ladder import LadderConfig
+from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.study.plan import StudyConfig
 
 PAGE = Path(__file__).resolve().parent / "config.md"

@@ -144,6 +144,7 @@ def facts_of(run: Record, folder: Path) -> Record:
         "recipe": recipe["run"]["name"],
         "steps": step,
         "sources": sources,
+        "length": max((stage["length"] for stage in recipe.get("stages", [])), default=None),
         "evals": {key: round(value, 4) for key, value in numbers.items() if key not in ("step", "time")},
         **{key: round(trained[key]) for key in ("tokens", "seconds") if key in trained},
     }

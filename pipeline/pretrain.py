@@ -298,6 +298,7 @@ class Pretraining:
         facts = build.run_facts(self.config, self.step, self.meter.seconds, self.runtime)
         facts["tokens"] = int(self.meter.totals["tokens"])
         facts["sources"] = evaluate.source_facts(self.config, shares)
+        facts["length"] = max(stage.length for stage in self.config.stages)
         facts["evals"] = {key: round(value, 4) for key, value in headline.items()}
         for line in self.write_outputs(facts):
             self.tracker.say(line)

@@ -29,6 +29,7 @@ Facts of the model card (all optional; what is missing is left out, nothing is g
     name         str, title of the card                recipe      str, name of the recipe or its resolved
                  TOML
     steps, tokens, images, seconds  numbers of the run   device, precision, seed, version
+    length       int, tokens of the longest document of training
     sources      {name: {"share": float, "licence": str, "note": str}} or a list of names
     evals        {label: number or text}, as measured; the card says when there are none
     licence      licence of the weights (SPDX id)         licence_note  str
@@ -470,6 +471,16 @@ Nothing was measured on this model.
 - {{ source }}
 {% endfor %}
 {% endif %}
+
+## Limits
+
+- A picture is shrunk to about {{ "{:,}".format(vision.in_patch_limit) }} patches of {{ vision.patch_size }} \
+x {{ vision.patch_size }} pixels; {{ vision.pos_emb_time }} frames of a clip share their tokens.
+{% if facts.length %}
+- In training a document had at most {{ "{:,}".format(facts.length) }} tokens; longer ones were not seen.
+{% endif %}
+- Nothing was filtered or tested for safety. What it says of a picture can be wrong; only what stands under \
+Measured was measured, on held-out data of the same kind.
 
 ## Licence
 

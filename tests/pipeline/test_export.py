@@ -43,6 +43,8 @@ def test_the_card_says_what_the_run_says(trained, tmp_path):
     words = ["export", str(run), "--to", str(tmp_path / "out"), "--licence", "apache-2.0"]
     assert cli.main(words) == EXIT_OK
     own, card = ((folder / "README.md").read_text() for folder in (run / "model", tmp_path / "out"))
+    limits = own.partition("## Limits")[2].partition("\n## ")[0].strip()
+    assert "In training a document had at most" in limits and limits in card
     table = own.partition("## Data")[2].partition("\n## ")[0].strip()
     assert table.count("|") > 12 and table in card and "| heldout/text | 0.75 |" in card
     tokens = next(line for line in own.splitlines() if line.startswith("| tokens seen |"))
