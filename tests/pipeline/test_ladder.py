@@ -142,7 +142,9 @@ def test_the_best_value_is_taken_by_all_that_are_like_it(tmp_path):
     assert "--stages.joint.steps=50" in made["runs/a/half/x0.5-s0"].command()
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("optimizer", 3), ("residuals", 3), ("fusion", 1)])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("optimizer", 3), ("residuals", 3), ("fusion", 1), ("qkclip", 1)]
+)
 def test_the_shipped_studies_are_whole(name, sizes, tmp_path):
     """Five values for every tuned arm, both of the arms that test the study."""
     config = read_ladder(name, {})
