@@ -10,8 +10,8 @@ Names of public Kimi checkpoints are ours (folder.py); what differs by family:
 | kimi_linear | text | no prefix `language_model.`; transformers: dense layers as `block_sparse_moe.*_proj` |
 | kimi_k3 | text, tower, projector | `A_log` filled up to whole 128s; MXFP4 is refused |
 | kimi_k25, kimi_vl | tower, projector | Kimi-VL: `multi_modal_projector.{pre_norm,linear_1,linear_2}` |
-| siglip, siglip_vision_model, siglip2, siglip2_vision_model (NaFlex) | tower | other names, separate q, k, v;
-  no RoPE; NaFlex: patches as rows of pixels, the position table stretched with antialiasing |
+| siglip, siglip_vision_model | tower | other names, separate q, k, v; it has no RoPE |
+| siglip2, siglip2_vision_model (NaFlex) | tower | and patches as rows of pixels, an antialiased table |
 | timm (`architecture`) | tower | its own names below `vision_tower.model.` (vision/timm_tower.py) |
 | deepseek_v3 (Moonlight) | parts, to begin with | RoPE in MLA; `mlp.experts.{e}.gate_proj` and the like |
 | llama, qwen2, qwen3, mistral | parts, to begin with | another attention; vocabulary and feed-forward alike |

@@ -1,7 +1,6 @@
 """vLLM as a server of what `earlyfusion export` writes: pictures and text, every part that Kimi K3 has.
 
-    pip install earlyfusion vllm
-    vllm serve out/
+    vllm serve out/             where both packages are installed
 
 vLLM finds `register` by the entry point `vllm.general_plugins`. A model is its Kimi K3 class, with our words
 for the configuration, our prompts for pictures and our epsilons (vllm_model.py). Clips are not served.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
-from earlyfusion.eval.stats import ALPHA, Estimate, holm, mean_estimate
+from earlyfusion.eval.stats import ALPHA, holm, mean_estimate
 from earlyfusion.kernels.files import Record, read_jsonl, write_json
 from earlyfusion.model.hub.folder import tensor_headers
 from earlyfusion.pipeline.report.page import write_page
@@ -51,13 +51,11 @@ def power(config: LadderConfig) -> str:
     """What the study can see, said before its first run."""
     if config.seeds < 2:
         return "one seed: nothing can be claimed"
-    told = [
-        f"{metric}: {smallest(spread, config.seeds):.4f}"
-        for metric, spread in config.spread.items()
-        if metric in config.metrics
-    ]
-    seen = "; ".join(told) or "no pilot is named (spread), so this is not known"
-    return f"smallest difference in one size that {config.seeds} seeds show with 80 % power: {seen}"
+    spreads = smallest(1.0, config.seeds)
+    return (
+        f"{config.seeds} seeds show, with 80 % power, a difference of {spreads:.1f} standard deviations of a"
+        " difference between seeds"
+    )
 
 
 def losses(config: LadderConfig, out: Path, size: Size, arm: LadderArm, length: float, key: str) -> Losses:
@@ -67,14 +65,6 @@ def losses(config: LadderConfig, out: Path, size: Size, arm: LadderArm, length: 
         if run is not None and math.isfinite(run.get(key, math.nan)):
             found[seed] = float(run[key])
     return found
-
-
-def paired(arm: Losses, base: Losses) -> Losses:
-    return {seed: arm[seed] - base[seed] for seed in arm if seed in base}
-
-
-def estimate(values: list[float]) -> Estimate | None:
-    return mean_estimate(values) if values else None
 
 
 def multiple(base: dict[float, float], target: float) -> float:
@@ -103,14 +93,18 @@ def differences(config: LadderConfig, out: Path) -> list[Record]:
             for size in config.sizes:
                 base = losses(config, out, size, config.base, config.base.tokens, key)
                 own = losses(config, out, size, arm, arm.tokens, key)
-                change = paired(own, base)
+                change = {seed: own[seed] - base[seed] for seed in own if seed in base}
                 for seed, value in change.items():
                     by_seed.setdefault(seed, []).append(value)
-                found = estimate([*change.values()])
-                if found is not None:
+                if change:
                     means = {"base": fmean(base[s] for s in change), "after": fmean(own[s] for s in change)}
                     about = {"arm": arm.name, "metric": metric, "size": size.name, "expect": arm.expect}
-                    rows.append(about | means | vars(found) | {"per_seed": [*change.values()]})
+                    rows.append(
+                        about
+                        | means
+                        | vars(mean_estimate([*change.values()]))
+                        | {"per_seed": [*change.values()]}
+                    )
             # Seeds that are there in every size.
             whole = [fmean(values) for values in by_seed.values() if len(values) == len(config.sizes)]
             if whole:
@@ -145,7 +139,9 @@ def token_rows(config: LadderConfig, out: Path, parameters: dict[str, int]) -> l
         for metric, key in config.metrics.items() if config.base_tokens and not arm.expect else ():
             logs: list[tuple[float, float]] = []
             for size in config.sizes:
-                curves = {x: losses(config, out, size, config.base, x, key) for x in lengths(config)}
+                curves = {
+                    x: losses(config, out, size, config.base, x, key) for x in config.lengths(config.base)
+                }
                 found = []
                 for seed, target in losses(config, out, size, arm, arm.tokens, key).items():
                     base = {x: values[seed] for x, values in curves.items() if seed in values}
@@ -165,10 +161,6 @@ def token_rows(config: LadderConfig, out: Path, parameters: dict[str, int]) -> l
                 slope = {"value": fit.slope, "low": fit.slope - half, "high": fit.slope + half}
                 rows.append({"arm": arm.name, "metric": metric, "size": "trend", "seeds": len(logs), **slope})
     return rows
-
-
-def lengths(config: LadderConfig) -> list[float]:
-    return config.lengths(config.base)
 
 
 def instrument(config: LadderConfig, rows: list[Record]) -> list[Record]:

@@ -19,18 +19,18 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record, read_jsonl
-from earlyfusion.pipeline.config.compose import load_config, read_toml, recipe_names, validate
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.pipeline.study.runner import Stage
+from earlyfusion.pipeline.study.runner import Stage, read_shipped
 
 FOLDER = Path(__file__).parent
 TUNING_SEED = 1000
 """Seed of the runs that choose a value: no comparison uses it."""
-NAME = r"^[a-z0-9_]+$"
+NAME = r"^[a-z0-9_.]+$"
 
 
 class Size(Section):
-    name: str = Field(pattern=r"^[a-z0-9_.]+$")
+    name: str = Field(pattern=NAME)
     """Of the size, in files and tables."""
     overrides: Record = {}
     """Dotted key of a recipe -> value."""
@@ -84,8 +84,6 @@ class LadderConfig(Section):
     metrics: dict[str, str] = Field(min_length=1)
     """What is compared, lower being better: name -> key of the last evaluation, or max_logit, the largest of
     the run; the first is registered."""
-    spread: dict[str, PositiveFloat] = {}
-    """Standard deviation of a difference between seeds in a pilot, by metric: what the power is told from."""
     sizes: list[Size] = Field(min_length=1)
     """Models, smallest first."""
     arms: list[LadderArm] = Field(min_length=2)
@@ -131,16 +129,8 @@ class LadderConfig(Section):
 
 
 def read_ladder(given: str, changes: Record) -> LadderConfig:
-    """A study by the name of a shipped one, or a TOML file. changes: top keys that the command line sets.
-
-    Raises UserError, one line, for what is wrong.
-    """
-    path = Path(given)
-    if path.suffix != ".toml":
-        path = FOLDER / f"{given}.toml"
-        if not path.is_file():
-            raise UserError(f"study {given!r} is not shipped; {did_you_mean(given, recipe_names(FOLDER))}")
-    config: LadderConfig = validate({**read_toml(path, "study"), **changes}, LadderConfig)
+    """A study by its shipped name, or a TOML file. Raises UserError."""
+    config: LadderConfig = read_shipped(given, changes, FOLDER, LadderConfig)
     return config
 
 

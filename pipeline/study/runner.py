@@ -23,8 +23,10 @@ from typing import Any
 from pydantic import PositiveInt
 
 from earlyfusion.data.options import Options
-from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record
+from earlyfusion.pipeline.config.compose import read_toml, recipe_names, validate
+from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
 
 GRACE_S = 30.0
@@ -175,6 +177,18 @@ class Runner:
             done = sum(one.done for one in self.stages)
             shown = f"{fields['seconds']:.0f} s {fields.get('last', '')}"
             print(f"{done}/{len(self.stages)} {event} {stage.name} {shown}", flush=True)
+
+
+def read_shipped(given: str, changes: Record, folder: Path, schema: type[Section]) -> Any:
+    """A study by the name of one that is shipped in `folder`, or a TOML file. changes: top keys that the
+    command line sets. Raises UserError, one line, for what is wrong."""
+    # A name without an ending is a shipped study.
+    path = Path(given)
+    if path.suffix != ".toml":
+        path = folder / f"{given}.toml"
+        if not path.is_file():
+            raise UserError(f"study {given!r} is not shipped; {did_you_mean(given, recipe_names(folder))}")
+    return validate({**read_toml(path, "study"), **changes}, schema)
 
 
 def conduct(

@@ -25,9 +25,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record, write_atomic
-from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
+from earlyfusion.pipeline.config.compose import merge, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.pipeline.study.runner import Stage
+from earlyfusion.pipeline.study.runner import Stage, read_shipped
 from earlyfusion.rl.recipe import RLConfig, entry_of
 
 FOLDER = Path(__file__).parent
@@ -167,17 +167,8 @@ class StudyConfig(Section):
 
 
 def read_study(given: str, changes: Record) -> StudyConfig:
-    """A study by the name of a shipped one, or a TOML file. changes: top keys that the command line sets.
-
-    Raises UserError, one line, for what is wrong.
-    """
-    # A name without an ending is a shipped study.
-    path = Path(given)
-    if path.suffix != ".toml":
-        path = FOLDER / f"{given}.toml"
-        if not path.is_file():
-            raise UserError(f"study {given!r} is not shipped; {did_you_mean(given, recipe_names(FOLDER))}")
-    config: StudyConfig = validate({**read_toml(path, "study"), **changes}, StudyConfig)
+    """A study by its shipped name, or a TOML file. Raises UserError."""
+    config: StudyConfig = read_shipped(given, changes, FOLDER, StudyConfig)
     return config
 
 
