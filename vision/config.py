@@ -15,7 +15,7 @@ from earlyfusion.kernels.files import Record
 
 # `nn.RMSNorm(eps=None)`, as the released MoonViT-V2 module has it: since torch 2.7 the machine epsilon of
 # float32, whatever the input (pytorch #142848); before, that of the input, 2^-7 in bfloat16. With which the
-# weights were trained is not said; the former is what every server of them computes.
+# weights were trained is not said; the former is what vLLM and nemo-automodel compute.
 FP32_EPS = 2.0**-23
 Count = Annotated[int, Field(ge=1, le=4096)]
 Channel = Annotated[int, Field(ge=0, le=255)]
