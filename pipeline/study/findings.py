@@ -97,16 +97,12 @@ def differences(config: LadderConfig, out: Path) -> list[Record]:
                 for seed, value in change.items():
                     by_seed.setdefault(seed, []).append(value)
                 if change:
+                    values = [*change.values()]
                     means = {"base": fmean(base[s] for s in change), "after": fmean(own[s] for s in change)}
                     about = {"arm": arm.name, "metric": metric, "size": size.name, "expect": arm.expect}
-                    rows.append(
-                        about
-                        | means
-                        | vars(mean_estimate([*change.values()]))
-                        | {"per_seed": [*change.values()]}
-                    )
+                    rows.append(about | means | vars(mean_estimate(values)) | {"per_seed": values})
             # Seeds that are there in every size.
-            whole = [fmean(values) for values in by_seed.values() if len(values) == len(config.sizes)]
+            whole = [fmean(found) for found in by_seed.values() if len(found) == len(config.sizes)]
             if whole:
                 about = {"arm": arm.name, "metric": metric, "size": "all", "expect": arm.expect}
                 rows.append(about | vars(mean_estimate(whole)) | {"per_seed": whole})
