@@ -17,16 +17,14 @@ from earlyfusion.pipeline.cli import VERBS
 from earlyfusion.pipeline.cli import _command as command
 from earlyfusion.pipeline.config.arguments import describe, type_name
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
-from earlyfusion.pipeline.study.ladder import LadderConfig
+from earlyfusion.pipeline.study.plan import StudyConfig
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.study.plan import StudyConfig
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 RECIPES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("Recipes of `pretrain`, `sft` and `plan`", RunConfig),
     ("Recipes of `rl`", RLConfig),
-    ("Files of `study transfer`", StudyConfig),
-    ("Files of the other studies", LadderConfig),
+    ("Files of studies", StudyConfig),
 )
 HEAD = """# Every key and every option
 

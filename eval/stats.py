@@ -8,6 +8,9 @@
     sign flip     the sign of every cluster's sum of d drawn anew: the null hypothesis "base and treated may
                   be swapped"; all 2^G assignments for G <= 16, else FLIPS random ones, p = (1 + hits) / (1 +
                   FLIPS); of answers that are right or wrong it is McNemar's exact test
+    crossed       of a table of starts x groups of questions, both sampled: Var = (MS_starts + MS_groups -
+                  MS_rest) / (rows * columns), two-way random effects, with Satterthwaite's degrees of
+                  freedom: about rows - 1 when starts disagree, more when questions do
     power         sqrt(z) SE with z = (z_{1 - alpha / 2} + z_power)^2
     seeds         differences of seed means: Student t (one fixed base), Welch (two sets of seeds)
     Holm          step-down adjusted p values
@@ -16,7 +19,7 @@ Distributions are SciPy's. The sign flips of clusters are written here: SciPy's 
 takes ten times as long.
 
 Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: section 5); Cameron and Miller
-2015 (CR1); Holm 1979. Legend: n questions, G clusters.
+2015 (CR1); Holm 1979; Searle, Casella, McCulloch 1992 chapter 4 (crossed). Legend: n questions, G clusters.
 """
 
 import math
@@ -101,6 +104,27 @@ def combined(value: float, a: Estimate, b: Estimate) -> Estimate:
     return interval(value, math.sqrt(va + vb), df, a.n + b.n)
 
 
+def crossed_mean(cells_PI: Array) -> Estimate:
+    """Mean of a table whose rows and columns are both sampled; nan where there is one row."""
+    starts, n, value = len(cells_PI), cells_PI.size, float(cells_PI.mean())
+    if starts < 2:
+        return interval(value, math.nan, 0, n)
+
+    # Mean squares of starts, of problems and of what is left, as variances of the mean.
+    by_start_P, by_item_I = cells_PI.mean(1) - value, cells_PI.mean(0) - value
+    rest_PI = cells_PI - value - by_start_P[:, None] - by_item_I
+    parts, spread = [], 0.0
+    for residuals in (by_start_P, by_item_I, rest_PI):
+        free = math.prod(max(1, size - 1) for size in residuals.shape)
+        parts.append(float((residuals**2).sum()) / free / residuals.size)
+        spread += parts[-1] ** 2 / free
+    # The unbiased sum may fall below its own parts by chance; a claim must not profit.
+    variance = max(parts[0] + parts[1] - parts[2], parts[0], parts[1])
+    df = variance**2 / spread if spread > 0 else starts - 1
+    se = math.sqrt(variance) if variance > 1e-24 else 0.0  # what rounding leaves of no scatter is none
+    return interval(value, se, min(df, n - 1), n)
+
+
 # resampling
 
 
@@ -142,6 +166,16 @@ def smallest_delta(se: float, independent: int) -> float:
         share = min(1.0, 3 / independent)
         return math.sqrt(POWER_FACTOR * share / (independent + POWER_FACTOR))
     return math.sqrt(POWER_FACTOR) * se
+
+
+def seen(estimate: Estimate) -> float:
+    """The true difference that 80 % of such studies would show: the standard error by Student's t,
+    two-sided."""
+    if not estimate.se >= 0 or estimate.df <= 0:
+        return math.nan
+    return (
+        float(special.stdtrit(estimate.df, 1 - ALPHA / 2) + special.stdtrit(estimate.df, 0.8)) * estimate.se
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -42,24 +42,17 @@ WAYS = {
     ),
     "dpo": Verb("earlyfusion.rl.long2short.dpo:dpo", "preference training for shorter answers"),
 }
+_STUDY = "earlyfusion.pipeline.study.verbs"
 STUDIES = {
-    "list": Verb("earlyfusion.rl.study.listing:listing", "what each study asks, and what was published"),
-    "transfer": Verb(
-        "earlyfusion.rl.study.transfer:transfer",
-        "vision RL and the same skill in words, with its controls",
+    "list": Verb(f"{_STUDY}:listing", "what each study asks, and what was published"),
+    "transfer": Verb(f"{_STUDY}:transfer", "facts learned by RL on pictures, asked in words"),
+    "mechanism": Verb(
+        "earlyfusion.rl.study.mechanism:mechanism", "whether two forms of a question share what RL taught"
     ),
-    "optimizer": Verb(
-        "earlyfusion.pipeline.study.ladder_cmd:optimizer", "MuonClip against AdamW: tokens for the same loss"
-    ),
-    "qkclip": Verb(
-        "earlyfusion.pipeline.study.ladder_cmd:qkclip", "attention logits with and without QK-Clip"
-    ),
-    "fusion": Verb(
-        "earlyfusion.pipeline.study.ladder_cmd:fusion", "vision early, midway and late at equal tokens"
-    ),
-    "residuals": Verb(
-        "earlyfusion.pipeline.study.ladder_cmd:residuals", "Attention Residuals against plain residuals"
-    ),
+    "optimizer": Verb(f"{_STUDY}:optimizer", "MuonClip against AdamW: tokens for the same loss"),
+    "qkclip": Verb(f"{_STUDY}:qkclip", "attention logits with and without QK-Clip"),
+    "fusion": Verb(f"{_STUDY}:fusion", "vision early, midway and late at equal tokens"),
+    "residuals": Verb(f"{_STUDY}:residuals", "Attention Residuals against plain residuals"),
 }
 
 

@@ -13,8 +13,8 @@ import yaml
 from earlyfusion.data.sources.base import KINDS
 from earlyfusion.pipeline.config.arguments import describe
 from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.study.plan import StudyConfig
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.study.plan import StudyConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -78,7 +78,7 @@ def test_every_message_of_the_questions_is_raised_by_the_code(written):
 
 
 def test_every_recipe_that_ships_is_on_its_page_and_no_other():
-    folders = ("pipeline/recipes", "rl/recipes", "rl/study")
+    folders = ("pipeline/recipes", "rl/recipes")
     shipped = {path.stem for folder in folders for path in (ROOT / folder).glob("*.toml")}
     cells = re.findall(r"^\| (`[^|]*`) \|", read("recipes.md"), re.MULTILINE)
     named = [name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)]

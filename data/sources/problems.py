@@ -14,6 +14,7 @@ whatever the form.
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat
 
@@ -28,6 +29,8 @@ class ProblemsOptions(GeneratedOptions):
     """Task -> weight: verifiable tasks of data/tasks, such as { counting = 2, relation = 1 }."""
     difficulty: int | dict[str, int] = 0
     """Level of all tasks, or by task (0 where not named)."""
+    options: dict[str, dict[str, Any]] = {}
+    """Task -> its options."""
     forms: dict[Form, NonNegativeFloat] = {"picture": 1.0}
     """Form -> weight: the picture, its description in words, or that description drawn as a picture."""
     thought: float = Field(0.0, ge=0, le=1)
@@ -41,7 +44,9 @@ class Problems(Generated):
     """See the file's head. Raises DataError for an unknown task or difficulty."""
 
     def open(self) -> None:
-        self.tasks = {name: make_task(name) for name in self.options.tasks}
+        self.tasks = {
+            name: make_task(name, **self.options.options.get(name, {})) for name in self.options.tasks
+        }
         self._problem(0, heldout=False)  # a wrong difficulty is told before training starts
 
     def _problem(self, number: int, heldout: bool) -> tuple[Problem, Form, bool]:

@@ -144,8 +144,10 @@ class Problem:
 
     @property
     def thought(self) -> str:
-        """What there is, in few words and the same for every form: the objects of a scene from left to right,
-        or the description."""
+        """What there is, in few words and the same for every form: the steps of a rule, the objects of a
+        scene from left to right, or the description."""
+        if "thought" in self.meta:
+            return str(self.meta["thought"])
         # A scene has a shorter telling than its twin with every box.
         graph = self.meta.get("graph")
         return (graph and graph.thought) or self.description.replace("\n", ", ")

@@ -9,7 +9,7 @@ Options are keywords; an unknown name is told with the nearest.
 from typing import Any
 
 # Imported for what they register.
-from earlyfusion.data.tasks import episode, file, needle, pictures, puzzles  # noqa: F401
+from earlyfusion.data.tasks import episode, file, needle, pictures, puzzles, rule  # noqa: F401
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at

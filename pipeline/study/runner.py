@@ -1,4 +1,4 @@
-"""How a study is conducted: its stages as processes, killed and resumed anywhere, and one flow for its verb.
+"""How a study is conducted: its stages as processes, killed and resumed anywhere.
 
 Stages run as subprocesses, each in its own folder; what has its result is not run again. Ctrl-C or SIGTERM
 lets the running stages save and leaves with exit code 75: start the same command with --resume.
@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import PositiveInt
-
-from earlyfusion.data.options import Options
-from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import Record
-from earlyfusion.pipeline.config.compose import read_toml, recipe_names, validate
-from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
 
 GRACE_S = 30.0
@@ -34,34 +28,11 @@ GRACE_S = 30.0
 LOG = "stage.log"
 
 
-class StudyOptions(Options):
-    """What the verbs of studies share."""
-
-    recipe: str
-    """shipped name or a TOML file"""
-    out: Path
-    """output folder"""
-    seeds: PositiveInt | None = None
-    """pretraining seeds, in place of the study's"""
-    jobs: PositiveInt = 2
-    """stages at a time"""
-    threads: PositiveInt = 1
-    """torch threads of a stage"""
-    resume: bool = False
-    """go on in a folder that holds results"""
-    report_only: bool = False
-    """no runs: tables and page from what is there"""
-    dry_run: bool = False
-    """print the stages and leave"""
-
-
 @dataclass(frozen=True)
 class Stage:
     """One piece of work. command: asked for when it starts, as what ran before may decide it; results: what
-    exists when it is done; after: names of the stages it needs; folder: its own.
-
-    partial: it does what it can when stages it needs have failed, and goes on by itself; every other one
-    takes --resume when its folder holds a complete checkpoint.
+    exists when it is done; after: names of the stages it needs; folder: its own. One whose folder holds a
+    complete checkpoint goes on from there by --resume.
     """
 
     name: str
@@ -69,7 +40,6 @@ class Stage:
     results: tuple[Path, ...]
     folder: Path
     after: tuple[str, ...] = ()
-    partial: bool = False
 
     @property
     def done(self) -> bool:
@@ -106,9 +76,8 @@ class Runner:
         """Whether the stage is done in the end."""
         if stage.done:
             return True
-        # A stage that makes do with what there is waits for the end of all, good or bad.
         needed = [await self.tasks[name] for name in stage.after]
-        if not all(needed) and not stage.partial:
+        if not all(needed):
             return False
         async with self.slots:
             return not self.stop.is_set() and await self._process(stage)
@@ -119,7 +88,7 @@ class Runner:
         # A complete checkpoint is worth more than a fresh start.
         if any((stage.folder / "checkpoints").glob("*/COMPLETE")):
             command.append("--resume")
-        elif stage.folder.is_dir() and not stage.partial:
+        elif stage.folder.is_dir():
             # What a killed attempt left is in the way, but for the recipe and the log.
             for path in stage.folder.iterdir():
                 if path.is_dir():
@@ -156,7 +125,7 @@ class Runner:
 
     def _ended(self, stage: Stage, code: int, seconds: float) -> bool:
         about: Record = {"seconds": round(seconds, 2), "code": code}
-        good = code == 0 and (stage.done or stage.partial)
+        good = code == 0 and stage.done
         if good:
             shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)  # the model is kept
             self._note("done", stage, **about)
@@ -177,53 +146,3 @@ class Runner:
             done = sum(one.done for one in self.stages)
             shown = f"{fields['seconds']:.0f} s {fields.get('last', '')}"
             print(f"{done}/{len(self.stages)} {event} {stage.name} {shown}", flush=True)
-
-
-def read_shipped(given: str, changes: Record, folder: Path, schema: type[Section]) -> Any:
-    """A study by the name of one that is shipped in `folder`, or a TOML file. changes: top keys that the
-    command line sets. Raises UserError, one line, for what is wrong."""
-    # A name without an ending is a shipped study.
-    path = Path(given)
-    if path.suffix != ".toml":
-        path = folder / f"{given}.toml"
-        if not path.is_file():
-            raise UserError(f"study {given!r} is not shipped; {did_you_mean(given, recipe_names(folder))}")
-    return validate({**read_toml(path, "study"), **changes}, schema)
-
-
-def conduct(
-    options: StudyOptions,
-    stages: Sequence[Stage],
-    holds: Sequence[str],
-    write: Callable[[], None],
-    report: Callable[[], None],
-) -> int:
-    """The flow of a study's verb. holds: folders of OUT that hold its results, the last one what is measured;
-    write: puts the plan into OUT; report: tables and page of what is there. Returns the exit code."""
-    out = options.out
-    # The commands as they would run, so that one can be tried by hand.
-    if options.dry_run:
-        for stage in stages:
-            try:
-                words = stage.command()
-            except UserError as error:  # what decides it has not run yet
-                words = (stage.name, f"({error})")
-            print("done " if stage.done else "to do", *words)
-        print(f"{len(stages)} stages, {sum(stage.done for stage in stages)} done")
-        return EXIT_OK
-    if options.report_only:
-        if not (out / holds[-1]).is_dir():
-            raise UserError(f"{out} holds no measurements; run the study first, without --report-only")
-        report()
-        return EXIT_OK
-
-    # A second study in the same folder would be taken for the first one's results.
-    if not options.resume and any((out / name).exists() for name in holds):
-        raise UserError(
-            f"{out} already holds a study: add --resume to go on, or name another folder with --out"
-        )
-    write()
-    # Also after a failure or a stop: the page shows what is there so far.
-    code = Runner(stages, out / "study.jsonl", options.jobs, options.threads).run()
-    report()
-    return code

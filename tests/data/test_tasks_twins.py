@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 from earlyfusion.data.synth.graph import COLOURS, Clip, Scene, font
 from earlyfusion.data.synth.panels import INK, MARGIN, SIZE, Board, Chart, Sign, cell, render_text
 from earlyfusion.data.tasks.registry import EXAMS, PROCEDURAL, make_task
+from earlyfusion.data.tasks.rule import facts_of
 
 SEEDS = range(30)
 CELL = re.compile(r"an? (\w+) square at row (\d+), column (\d+)")
@@ -154,6 +155,17 @@ def read_odd(text, question):
     return f"row {row}, column {column}"
 
 
+def read_rule(text, question):
+    """Walks the table; what the words do not say is not needed."""
+    colours = re.match(r"(.*) door \d+", text)[1].split(", ")
+    if "color" in question:
+        return colours[0]
+    state = re.search(r"from (\w) you", question)[1]
+    for colour in colours:
+        state = facts_of("a")[colour, state]
+    return state
+
+
 def read_geometry(text, question):
     n = [int(x) for x in re.findall(r"\d+", text)]
     if "angles" in text:
@@ -226,6 +238,7 @@ READERS = dict.fromkeys(
     "jigsaw": read_jigsaw,
     "maze": read_maze,
     "odd_one_out": read_odd,
+    "rule": read_rule,
     "geometry": read_geometry,
     "arithmetic": read_arithmetic,
 }

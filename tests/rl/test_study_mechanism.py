@@ -1,23 +1,22 @@
-"""The linear probe: exact where the answer is planted, at chance where there is none, the states those of
-measuring."""
+"""Where what was taught lies. The linear probe: exact where the answer is planted, at chance where there is
+none, the states those of measuring."""
 
-import numpy as np
+import json
+
 import pytest
 import torch
 from rl_cases import model_directory
-from scipy.special import stdtrit
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import ScoreRequest
-from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline import cli
 from earlyfusion.rl.recipe import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.study.analysis import Model, probes
-from earlyfusion.rl.study.measure import RIDGE, Reader, probe, states_of
-from earlyfusion.rl.study.plan import START
+from earlyfusion.rl.study.mechanism import RIDGE, Reader, cosines, probe, states_of
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +79,27 @@ def test_the_probe_of_a_model_gives_every_pair_of_forms_at_every_depth(folder):
         probe(*given, fit=1, test=12, seed=3)
 
 
-def test_changes_are_means_over_runs_and_starts_with_their_interval():
-    start_PL, runs_PRL = np.random.default_rng(0).random((5, 3)), np.random.default_rng(1).random((5, 2, 3))
-    model = lambda depths: Model({}, {}, {"picture>twin": list(depths)})
-    models = {START: {p: [model(depths)] for p, depths in enumerate(start_PL)}}
-    models["vision"] = {p: [model(depths) for depths in runs] for p, runs in enumerate(runs_PRL)}
-    changes = probes(models)["arms"]["vision"]["picture>twin"]
-    deltas = runs_PRL.mean(1) - start_PL
-    half = stdtrit(4, 0.975) * deltas.std(0, ddof=1) / 5**0.5
-    np.testing.assert_allclose([one["value"] for one in changes], deltas.mean(0))
-    np.testing.assert_allclose([one["high"] for one in changes], deltas.mean(0) + half)
-    assert probes({START: {0: [Model({}, {}, {})]}}) == {}
+def test_gradients_of_one_form_agree_with_themselves_and_whole_exchanges_are_the_two_models(
+    folder, tmp_path, monkeypatch
+):
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    monkeypatch.setattr("earlyfusion.rl.study.mechanism.FORMS", ("twin", "twin"))
+    found = cosines(model, tokenizer, "rule/1", 40, 3)
+    # fp32 norms over some 10^5 weights
+    assert found["same"] == pytest.approx(1.0, abs=1e-4) and found["other"] < 0.999
+    monkeypatch.undo()
+
+    # Another model: the start with its upper layers scaled.
+    other = load_model(folder)
+    half = len(other.decoder.layers) // 2
+    with torch.no_grad():
+        for layer in other.decoder.layers[half:]:
+            for weight in layer.parameters():
+                weight.mul_(1.5)
+    save_model(other, tokenizer, tmp_path / "other", {})
+    models = f"--start {folder} --model {tmp_path / 'other'}"
+    words = f"study mechanism {models} --out {tmp_path} --problems 20 --fit 20"
+    assert cli.main(words.split()) == 0
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["exchange"]["lower"] == told["exchange"]["none"]
+    assert told["exchange"]["upper"] == told["exchange"]["all"]

@@ -1,0 +1,151 @@
+"""What a run of a study left behind, and the figures that are read from it."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from earlyfusion.eval.measured import load_measured
+from earlyfusion.kernels.files import Record, read_jsonl
+from earlyfusion.pipeline.config.schema import Section
+from earlyfusion.pipeline.report.page import read_dict
+
+Cells = dict[str, float]
+"""Group of problems -> mean; "" -> the figure itself where there are no groups."""
+Curve = list[tuple[float, float]]
+"""(tokens, or steps where none are counted; value), in order."""
+LATE = 0.25
+"""Share of the training records, the last ones, whose mean is how a run ends."""
+
+
+class Metric(Section):
+    """One figure of every run."""
+
+    key: str
+    """Its name: of an evaluation "heldout/text" or, of a label's figures, "rule/1/twin.accuracy"; of training
+    records "loss"; of a further measurement the way to it, "tasks.rule/1/twin.accuracy". Of a table the
+    largest number counts."""
+    source: str = "eval"
+    """eval: evaluations; train: training records; else the name of a measurement."""
+    of: Literal["last", "first", "gain", "mean", "largest", "until"] = "last"
+    """last: how the run ends (of training records the mean of the last quarter); gain: last minus first
+    evaluation; mean and largest: of the whole run; until: steps until `level` is reached, all of the run's
+    where it never is."""
+    level: float = 0.0
+    """What `until` waits for."""
+    better: Literal["lower", "higher"] = "lower"
+    """Which way is better."""
+    claimed: bool = True
+    """Whether differences are claims, under Holm; else they are described."""
+    arms: list[str] = []
+    """Arms that it is asked of; all if none is named."""
+
+
+@dataclass
+class Run:
+    """A run's folder."""
+
+    folder: Path
+
+    @property
+    def done(self) -> bool:
+        """Whether it came to its end."""
+        return (self.folder / "model" / "config.json").is_file()
+
+    @cached_property
+    def records(self) -> dict[str, list[Record]]:
+        """Event -> records."""
+        found: dict[str, list[Record]] = defaultdict(list)
+        for line in read_jsonl(self.folder / "metrics.jsonl"):
+            found[str(line.get("event"))].append(line)
+        # Evaluations of one step are told one by one.
+        merged: dict[int, Record] = {}
+        for line in found["eval"]:
+            merged.setdefault(line["step"], {}).update(line)
+        found["eval"] = [*merged.values()]
+        return found
+
+    def curve(self, metric: Metric) -> Curve:
+        """Every figure of it."""
+        if metric.source not in ("eval", "train"):
+            result = [*(self.folder / "measured" / metric.source).glob("*.json")]
+            found = figure(read_dict(result[0]), metric.key) if result else math.nan
+            return [(0.0, found)] if found == found else []
+        # Evaluations do not count tokens: those of the training record at or before them.
+        tokens = {line["step"]: line.get("tokens") for line in self.records["train"]}
+        points = []
+        for line in self.records[metric.source]:
+            value, step = figure(line, metric.key), line["step"]
+            if value == value:
+                points.append((float(line.get("tokens") or tokens.get(step) or step), value))
+        return points
+
+    def value(self, metric: Metric, of: str = "") -> float:
+        """The figure; nan where the run has none. of: in place of the metric's own."""
+        curve, of = self.curve(metric), of or metric.of
+        if not curve:
+            return math.nan
+        values = [value for _, value in curve]
+        if of == "last" and metric.source == "train":
+            return fmean(values[-max(1, round(LATE * len(values))) :])
+        if of == "until":
+            sign = 1 if metric.better == "higher" else -1
+            steps = [line["step"] for line in self.records[metric.source]]
+            reached = [step for step, v in zip(steps, values) if sign * v >= sign * metric.level]
+            return float(min([*reached, steps[-1]]))
+        return {
+            "first": values[0],
+            "last": values[-1],
+            "gain": values[-1] - values[0],
+            "mean": fmean(values),
+            "largest": max(values),
+        }[of]
+
+    def cells(self, metric: Metric, cluster: str = "", of: str = "") -> Cells:
+        """The figure by group of held-out problems, where the run wrote its answers down and the metric is
+        their accuracy; else {"": figure}, {} where there is none."""
+        label, _, name = metric.key.rpartition(".")
+        of = of or metric.of
+        files = sorted((self.folder / "eval").glob("update-*.jsonl"))
+        if cluster and files and name == "accuracy" and metric.source == "eval" and of != "until":
+            first, last = (grouped(file, label, cluster) for file in (files[0], files[-1]))
+            if of == "gain":
+                return {group: last[group] - first[group] for group in last}
+            return first if of == "first" else last
+        value = self.value(metric, of)
+        return {"": value} if math.isfinite(value) else {}
+
+
+def grouped(file: Path, label: str, cluster: str) -> Cells:
+    """Group -> share of its problems that are solved."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in load_measured(file):
+        if one.label == label:
+            found[one.category if cluster == "category" else one.key].append(float(one.solved))
+    return {group: fmean(values) for group, values in found.items()}
+
+
+def figure(record: Record, key: str) -> float:
+    """The number at a key, or on the way to it through tables; of a table the largest. nan where there is
+    none."""
+    found: Any = record
+    while key and isinstance(found, dict):
+        # Labels hold points, too: the longest name that is there.
+        names = [name for name in found if key == name or key.startswith(f"{name}.")]
+        if not names:
+            return math.nan
+        name = max(names, key=len)
+        found, key = found[name], key[len(name) + 1 :]
+    leaves = [number for number in numbers(found)]
+    return max(leaves) if leaves and not key else math.nan
+
+
+def numbers(value: Any) -> list[float]:
+    """All numbers of nested tables and lists."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return [number for one in inner for number in numbers(one)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
