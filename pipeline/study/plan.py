@@ -301,6 +301,13 @@ def command(program: str, *words: str) -> tuple[str, ...]:
     return sys.executable, "-m", "earlyfusion.pipeline.cli", program, *words
 
 
+def literal(value: Any) -> str:
+    """A value as TOML writes it on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {literal(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(literal, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
 def stages(config: StudyConfig, out: Path) -> list[Stage]:
     """Every run, in an order in which they could be made one after the other."""
     made: list[Stage] = []
@@ -309,8 +316,8 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
         arm: Start, folder: Path, keys: Callable[[], Record], after: tuple[str, ...], begin: Path | None
     ) -> str:
         def words() -> tuple[str, ...]:
-            # Text stands as it is; anything else as TOML reads it, which is JSON for these.
-            told = [f"--{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in keys().items()]
+            # Text stands as it is.
+            told = [f"--{key}={v if isinstance(v, str) else literal(v)}" for key, v in keys().items()]
             told += ["--init-from", str(begin / "model")] if begin else []
             recipe = [str(folder / "arm.toml")] if config.tree(arm) else []
             return command(arm.program, *config.recipes_of(arm), *recipe, *told, "--out", str(folder))

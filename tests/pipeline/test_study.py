@@ -13,6 +13,7 @@ from scipy import stats
 from earlyfusion.eval.measured import Measured, write_measured
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.config.compose import parse_literal
 from earlyfusion.pipeline.study.findings import (
     Results,
     differences,
@@ -28,6 +29,7 @@ from earlyfusion.pipeline.study.findings import (
 from earlyfusion.pipeline.study.plan import (
     StudyConfig,
     chosen,
+    literal,
     read_study,
     run_of,
     stages,
@@ -333,6 +335,12 @@ def test_arms_begin_with_the_model_of_their_seed_and_further_commands_follow(tmp
     with pytest.raises(UserError, match="other gates"):
         write_plan(chained(measures=[measure], gates=[]), tmp_path)
     write_plan(chained(measures=[measure], seeds=9), tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.5, True, "a b", [], [1, 2.5], [{"at": 0.5, "b": {"c d": ["x"]}}]])
+def test_values_reach_the_command_line_as_they_are(value):
+    """By the parser that reads them there."""
+    assert parse_literal(literal(value)) == value
 
 
 def test_the_ratio_of_two_gains_has_the_jackknife_of_its_pairs():
