@@ -66,12 +66,13 @@ class Rule(Task):
         {"facts": "known", "steps": (1, 2)},
         {"facts": "known", "steps": (3, 4)},
         {"facts": "known", "steps": (1, 1), "naming": True},
+        {"facts": "known", "steps": (1, 4), "naming": True},
     )
 
-    def __init__(self, table: str = "a", blind: bool = False) -> None:
+    def __init__(self, table: str = "a", blind: bool = False, verbose: int = 0) -> None:
         if table not in ("a", "b"):
             raise TaskError(f"rule: table {table!r}; expected a or b")
-        self.table, self.blind = facts_of(table), blind
+        self.table, self.blind, self.verbose = facts_of(table), blind, verbose
 
     def draw(self, rng, heldout, knobs):
         """See Task."""
@@ -98,8 +99,10 @@ class Rule(Task):
         words = f"{', '.join(colours)} door {number}"
         told = ", ".join(f"{colour}: {start}>{self.table[colour, start]}" for colour, start in way)
 
+        told = f"{words}; " * rng.randint(0, self.verbose) + told if self.verbose else told
+
         if knobs.get("naming"):
-            asked, answer, told = f"{number}: what color?", colours[0], colours[0]
+            asked, answer, told = f"{number}: what color?", ", ".join(colours), ", ".join(colours)
         else:
             asked, answer = f"{number}: from {state} you come to?", here
         # One step: its fact is learned in one form and asked in the other, so it cannot be held out.

@@ -139,7 +139,10 @@ def figure(record: Record, key: str) -> float:
             return math.nan
         name = max(names, key=len)
         found, key = found[name], key[len(name) + 1 :]
-    leaves = [number for number in numbers(found)]
+    # A place in a list: a head of a layer.
+    if key.isdigit() and isinstance(found, list):
+        found, key = found[int(key) : int(key) + 1], ""
+    leaves = numbers(found)
     return max(leaves) if leaves and not key else math.nan
 
 

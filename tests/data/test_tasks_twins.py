@@ -159,7 +159,7 @@ def read_rule(text, question):
     """Walks the table; what the words do not say is not needed."""
     colours = re.match(r"(.*) door \d+", text)[1].split(", ")
     if "color" in question:
-        return colours[0]
+        return ", ".join(colours)
     state = re.search(r"from (\w) you", question)[1]
     for colour in colours:
         state = facts_of("a")[colour, state]
