@@ -10,7 +10,7 @@ import builtins
 import functools
 import io
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from PIL import Image as PILImage
@@ -24,9 +24,13 @@ def tool_text(stdout: str, value: str, error: str = "") -> str:
     return "\n".join(part for part in (stdout.rstrip("\n"), value, error) if part) or NO_OUTPUT
 
 
-def run_own(code: str, pictures: Mapping[str, PILImage.Image]) -> str:
+def run_own(
+    code: str,
+    pictures: Mapping[str, PILImage.Image] = MappingProxyType({}),
+    texts: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """The tool text of a program from our own generators, run in this process; `Image.open` finds `pictures`
-    by name.
+    by name, `open` finds `texts`.
 
     Raises whatever the program raises: generated programs are correct, and a test runs them in the sandbox as
     well.
@@ -40,6 +44,7 @@ def run_own(code: str, pictures: Mapping[str, PILImage.Image]) -> str:
     # Output is caught by a print of its own: sys.stdout belongs to every thread of the process.
     printed, value = io.StringIO(), None
     own = {"__import__": importer, "print": functools.partial(print, file=printed)}
+    own["open"] = lambda name: io.StringIO(texts[name])
     namespace: dict[str, Any] = {"__builtins__": {**vars(builtins), **own}}
     tree = ast.parse(code)
     # As in a notebook: the last line is a value, not a statement.

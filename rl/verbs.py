@@ -46,6 +46,12 @@ _STUDY = "earlyfusion.pipeline.study.verbs"
 STUDIES = {
     "list": Verb(f"{_STUDY}:listing", "what each study asks, and what was published"),
     "transfer": Verb(f"{_STUDY}:transfer", "facts learned by RL on pictures, asked in words"),
+    "transfer_steps": Verb(
+        f"{_STUDY}:transfer_steps", "longer reasoning learned on pictures, asked in words"
+    ),
+    "objectives": Verb(f"{_STUDY}:objectives", "objectives of RL off policy, at equal samples"),
+    "toggle": Verb(f"{_STUDY}:toggle", "tokens saved by Toggle at equal accuracy"),
+    "joint": Verb(f"{_STUDY}:joint", "RL batches of both forms against a stage for each"),
     "mechanism": Verb(
         "earlyfusion.rl.study.mechanism:mechanism", "whether two forms of a question share what RL taught"
     ),

@@ -7,5 +7,6 @@ from earlyfusion.data.sources import (  # noqa: F401
     problems,
     shards,
     text_files,
+    tool_problems,
     zero_vision,
 )

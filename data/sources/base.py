@@ -106,8 +106,8 @@ class SourceConfig(BaseModel):
     """Name in reports, mixture weights and checkpoints."""
     kind: str
     """A kind of data/sources: easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words,
-    synth_grid, synth_clips, zero_vision, chat_scenes, problems, folder, webdataset, text_files, chat_files;
-    or "package.module:Class" of your own."""
+    synth_grid, synth_clips, zero_vision, chat_scenes, problems, tool_problems, folder, webdataset,
+    text_files, chat_files; or "package.module:Class" of your own."""
     path: str | None = None
     """What to read (kind = "folder", "webdataset", "text_files", "chat_files")."""
     weight: float = Field(1.0, ge=0)

@@ -307,13 +307,18 @@ def instrument(config: StudyConfig, rows: list[Record], own: list[Record]) -> li
             continue
         # Signed so that above 0 is worse.
         low, high = sorted((sign * row["low"], sign * row["high"]))
-        good = {"worse": low > 0, "same": low <= 0 <= high, "nothing": high >= 0}
+        good = {"worse": low > 0, "better": high < 0, "same": low <= 0 <= high, "nothing": high >= 0}
         if expect:
             found.append(row | {"expect": expect, "good": bool(good[expect])})
     return found
 
 
-WRONG = {"same": "differs from", "worse": "was not told from", "nothing": "is better than nothing beside"}
+WRONG = {
+    "same": "differs from",
+    "worse": "was not told from",
+    "better": "was not told from",
+    "nothing": "is better than nothing beside",
+}
 """What an arm that tests the study did instead."""
 
 

@@ -71,9 +71,9 @@ class Start(Section):
 class StudyArm(Start):
     """What is compared: it differs in one thing from what it is compared with."""
 
-    expect: Literal["", "same", "worse", "nothing"] = ""
-    """What the study must find for its other findings to count: no difference to the base; worse than the
-    base; by itself nothing better than 0. Empty: it is asked."""
+    expect: Literal["", "same", "worse", "better", "nothing"] = ""
+    """What the study must find for its other findings to count: no difference to the base; worse or better
+    than the base; by itself nothing better than 0. Empty: it is asked."""
     against: list[str] = []
     """Arms that it is compared with, the base if none is named; "a|b": the better of the two, seed by
     seed."""

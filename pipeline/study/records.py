@@ -24,10 +24,12 @@ LATE = 0.25
 class Metric(Section):
     """One figure of every run."""
 
-    key: str
-    """Its name: of an evaluation "heldout/text" or, of a label's figures, "rule/1/twin.accuracy"; of training
-    records "loss"; of a further measurement the way to it, "tasks.rule/1/twin.accuracy". Of a table the
-    largest number counts."""
+    key: str | list[str]
+    """Its name, or several whose mean it is: of an evaluation "heldout/text" or, of a label's figures,
+    "rule/1/twin.accuracy"; of training records "loss"; of a further measurement the way to it,
+    "tasks.rule/1/twin.accuracy". Of a table the largest number counts."""
+    minus: str = ""
+    """Key that is taken off: of another picture, say."""
     source: str = "eval"
     """eval: evaluations; train: training records; else the name of a measurement."""
     of: Literal["last", "first", "gain", "mean", "largest", "until"] = "last"
@@ -42,6 +44,11 @@ class Metric(Section):
     """Whether differences are claims, under Holm; else they are described."""
     arms: list[str] = []
     """Arms that it is asked of; all if none is named."""
+
+    @property
+    def keys(self) -> list[str]:
+        """What is read."""
+        return [self.key] if isinstance(self.key, str) else self.key
 
 
 @dataclass
@@ -69,16 +76,24 @@ class Run:
         return found
 
     def curve(self, metric: Metric) -> Curve:
-        """Every figure of it."""
+        """Every figure of it; of several keys their mean, as long as all are told."""
+        every = [self._curve(metric, key) for key in metric.keys]
+        curve = [(points[0][0], fmean(value for _, value in points)) for points in zip(*every)]
+        if metric.minus:
+            off = self._curve(metric, metric.minus)
+            return [(x, value - less) for (x, value), (_, less) in zip(curve, off)]
+        return curve
+
+    def _curve(self, metric: Metric, key: str) -> Curve:
         if metric.source not in ("eval", "train"):
             result = [*(self.folder / "measured" / metric.source).glob("*.json")]
-            found = figure(read_dict(result[0]), metric.key) if result else math.nan
+            found = figure(read_dict(result[0]), key) if result else math.nan
             return [(0.0, found)] if found == found else []
         # Evaluations do not count tokens: those of the training record at or before them.
         tokens = {line["step"]: line.get("tokens") for line in self.records["train"]}
         points = []
         for line in self.records[metric.source]:
-            value, step = figure(line, metric.key), line["step"]
+            value, step = figure(line, key), line["step"]
             if value == value:
                 points.append((float(line.get("tokens") or tokens.get(step) or step), value))
         return points
@@ -107,11 +122,18 @@ class Run:
     def cells(self, metric: Metric, cluster: str = "", of: str = "") -> Cells:
         """The figure by group of held-out problems, where the run wrote its answers down and the metric is
         their accuracy; else {"": figure}, {} where there is none."""
-        label, _, name = metric.key.rpartition(".")
+        labels = [key.removesuffix(".accuracy") for key in metric.keys if key.endswith(".accuracy")]
         of = of or metric.of
         files = sorted((self.folder / "eval").glob("update-*.jsonl"))
-        if cluster and files and name == "accuracy" and metric.source == "eval" and of != "until":
-            first, last = (grouped(file, label, cluster) for file in (files[0], files[-1]))
+        if (
+            cluster
+            and files
+            and labels
+            and metric.source == "eval"
+            and of in ("first", "last", "gain")
+            and not metric.minus
+        ):
+            first, last = (grouped(file, labels, cluster) for file in (files[0], files[-1]))
             if of == "gain":
                 return {group: last[group] - first[group] for group in last}
             return first if of == "first" else last
@@ -119,12 +141,13 @@ class Run:
         return {"": value} if math.isfinite(value) else {}
 
 
-def grouped(file: Path, label: str, cluster: str) -> Cells:
-    """Group -> share of its problems that are solved."""
+def grouped(file: Path, labels: list[str], cluster: str) -> Cells:
+    """Group -> share of its problems that are solved; groups of several labels stay apart."""
     found: dict[str, list[float]] = defaultdict(list)
     for one in load_measured(file):
-        if one.label == label:
-            found[one.category if cluster == "category" else one.key].append(float(one.solved))
+        if one.label in labels:
+            group = one.category if cluster == "category" else one.key
+            found[f"{one.label} {group}" if len(labels) > 1 else group].append(float(one.solved))
     return {group: fmean(values) for group, values in found.items()}
 
 

@@ -92,9 +92,9 @@ def conduct(options: StudyOptions, config: StudyConfig, out: Path) -> int:
     return code
 
 
-optimizer, residuals, fusion, qkclip, transfer = map(
-    named, ("optimizer", "residuals", "fusion", "qkclip", "transfer")
-)
+optimizer, residuals, fusion, qkclip = map(named, ("optimizer", "residuals", "fusion", "qkclip"))
+transfer, transfer_steps = named("transfer"), named("transfer_steps")
+objectives, toggle, joint = named("objectives"), named("toggle"), named("joint")
 
 
 class ListOptions(Options):

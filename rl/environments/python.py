@@ -9,10 +9,10 @@ from threading import BoundedSemaphore
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.problem import Form, Problem
+from earlyfusion.data.tool_problems import tool_files, tool_messages
 from earlyfusion.eval.sandbox.host import Limits, ProgramResult, Sandbox, SandboxError
 from earlyfusion.eval.tool_talks import answer_calls
 from earlyfusion.rl.environments.base import Environment, Step, environment
-from earlyfusion.rl.environments.questions import tool_files, tool_messages
 
 MEMORY_MB = 256.0
 """Memory of a program beyond that of an idle interpreter."""

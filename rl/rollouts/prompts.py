@@ -34,10 +34,10 @@ from earlyfusion.data.sample import Segment, Text
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.tool_problems import tool_messages
 from earlyfusion.eval.blind import Shown
 from earlyfusion.eval.measure import plain_prompt, shown_in
 from earlyfusion.kernels.files import Record
-from earlyfusion.rl.environments.questions import tool_messages
 from earlyfusion.rl.recipe import CurriculumConfig, RLConfig, TaskEntry
 from earlyfusion.rl.rollouts.episodes import Environments
 from earlyfusion.vision.config import VisionConfig

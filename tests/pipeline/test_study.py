@@ -27,6 +27,7 @@ from earlyfusion.pipeline.study.findings import (
     write_findings,
 )
 from earlyfusion.pipeline.study.plan import (
+    FOLDER,
     StudyConfig,
     chosen,
     literal,
@@ -39,7 +40,7 @@ from earlyfusion.pipeline.study.plan import (
 from earlyfusion.pipeline.study.records import Metric, Run, figure
 
 KEY = "heldout/text"
-SHIPPED = ("optimizer", "residuals", "fusion", "qkclip", "transfer")
+SHIPPED = [path.stem for path in FOLDER.glob("*.toml")]
 
 
 def ladder(**changes) -> StudyConfig:
@@ -170,7 +171,7 @@ def test_the_shipped_studies_are_whole(name):
     config = read_study(name, {})
     assert config.seeds >= 3 and all(len(arm.values) >= 5 for arm in config.arms if arm.tune)
     expected = {arm.expect for arm in config.arms}
-    assert "worse" in expected and expected & {"same", "nothing"} and "" in expected
+    assert expected & {"worse", "better"} and expected & {"same", "nothing"} and "" in expected
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,8 @@ def test_figures_are_read_as_their_metric_says(tmp_path):
     assert (until(0.35), until(0.9)) == (2.0, 3.0), "never: all of the run"
     assert run.value(Metric(key="loss", source="train")) == 6.5, "the mean of the last quarter"
     assert run.value(Metric(key="max_logit", source="train", of="largest")) == 9.0
+    both = Metric(key=[key, key], minus="a/b.c.accuracy", of="largest")
+    assert run.value(both) == 0.0, "every figure less another of the same moment"
     assert math.isnan(run.value(Metric(key="other"))) and math.isnan(figure({"a": {"b": "text"}}, "a.b"))
 
 

@@ -25,11 +25,11 @@ from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.synth.panels import render_text
+from earlyfusion.data.tool_problems import tool_messages
 from earlyfusion.eval.rewards import Scored
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Row
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.environments.questions import tool_messages
 from earlyfusion.rl.learn import Sums
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rollouts.experience import experience

@@ -20,6 +20,10 @@ def tool_messages(problem: Problem, form: Form) -> list[Message]:
 
     The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
     """
+    # What the program finds is no picture: it must be looked at.
+    if files := problem.meta.get("files"):
+        system = f"{PLAIN_SYSTEM} It finds {' and '.join(files)}."
+        return [Message("system", (Text(system, 0.0),)), *problem.chat(form)]
     # A scene told in words still has a picture for the program, which may not look at it alone.
     if problem.messages:
         return [Message("system", (Text(SYSTEM if problem.image else PLAIN_SYSTEM, 0.0),)), *problem.messages]
@@ -40,7 +44,9 @@ def tool_picture(problem: Problem, form: Form) -> PILImage.Image | None:
 
 
 def tool_files(problem: Problem, form: Form) -> dict[str, bytes]:
-    """The files in the directory of every program: PNG by name."""
+    """The files in the directory of every program by name: those of the problem, else its picture as PNG."""
+    if "files" in problem.meta:
+        return {name: text.encode() for name, text in problem.meta["files"].items()}
     picture = tool_picture(problem, form)
     if picture is None:
         return {}
