@@ -52,12 +52,14 @@ STUDIES = {
     "objectives": Verb(f"{_STUDY}:objectives", "objectives of RL off policy, at equal samples"),
     "toggle": Verb(f"{_STUDY}:toggle", "tokens saved by Toggle at equal accuracy"),
     "joint": Verb(f"{_STUDY}:joint", "RL batches of both forms against a stage for each"),
+    "tools": Verb(f"{_STUDY}:tools", "tool use that needs eyes, after fine-tuning in words alone"),
     "mechanism": Verb(
         "earlyfusion.rl.study.mechanism:mechanism", "whether two forms of a question share what RL taught"
     ),
     "optimizer": Verb(f"{_STUDY}:optimizer", "MuonClip against AdamW: tokens for the same loss"),
     "qkclip": Verb(f"{_STUDY}:qkclip", "attention logits with and without QK-Clip"),
     "fusion": Verb(f"{_STUDY}:fusion", "vision early, midway and late at equal tokens"),
+    "hybrid": Verb(f"{_STUDY}:hybrid", "KDA 3:1 MLA against all MLA and all KDA"),
     "residuals": Verb(f"{_STUDY}:residuals", "Attention Residuals against plain residuals"),
 }
 

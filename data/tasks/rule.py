@@ -31,13 +31,15 @@ SIDE = 32
 
 @cache
 def facts_of(name: str) -> dict[tuple[str, str], str]:
-    """(colour, state) -> the state it leads to, never the same."""
+    """(colour, state) -> the state it leads to, never the same; the colours of a state lead to different
+    ones."""
     rng = Random(f"rule/{name}")
-    return {
-        (colour, state): rng.choice([other for other in STATES if other != state])
-        for colour in COLOURS
-        for state in STATES
-    }
+    found = {}
+    for state in STATES:
+        # One answer of a state is as good as any other to who does not see the colour.
+        others = rng.sample([other for other in STATES if other != state], len(COLOURS))
+        found |= {(colour, state): other for colour, other in zip(COLOURS, others)}
+    return found
 
 
 @cache
@@ -56,13 +58,13 @@ class Rule(Task):
     """See the file's head. The category of a problem of one step is its fact.
 
     table: "a" or "b". blind: pictures without their patches. Raises TaskError for another table. Knobs: facts
-    (known, new, half: either), steps (least, most), naming (the colour is asked).
+    (known, new, any), steps (least, most), naming (the colour is asked).
     """
 
     levels = (
         {"facts": "known", "steps": (1, 1)},
         {"facts": "new", "steps": (1, 1)},
-        {"facts": "half", "steps": (1, 1)},
+        {"facts": "any", "steps": (1, 1)},
         {"facts": "known", "steps": (1, 2)},
         {"facts": "known", "steps": (3, 4)},
         {"facts": "known", "steps": (1, 1), "naming": True},
@@ -76,10 +78,11 @@ class Rule(Task):
 
     def draw(self, rng, heldout, knobs):
         """See Task."""
-        new = knobs["facts"] == "new" or (knobs["facts"] == "half" and rng.random() < 0.5)
         steps = rng.randint(*knobs["steps"])
         # A first fact of the wanted kind; the way goes on by known ones.
-        first = rng.choice([fact for fact in self.table if (fact in new_facts()) == new])
+        wanted = knobs["facts"]
+        fits = lambda fact: wanted == "any" or (fact in new_facts()) == (wanted == "new")
+        first = rng.choice([*filter(fits, self.table)])
         way, here = [first], self.table[first]
         for _ in range(steps - 1):
             colour = rng.choice([c for c in COLOURS if (c, here) not in new_facts()])

@@ -50,6 +50,7 @@ class Shelf(Task):
             asked = f"at which place is {colours[place]}?"
             return Problem(asked, picture, words, str(place), str(place), key, "place", meta)
         meta |= {
+            "thought": f"place {place}",
             "files": {FILE: " ".join(letters) + "\n"},
             "program": f'open("{FILE}").read().split()[{place}]',
         }

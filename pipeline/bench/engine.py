@@ -269,17 +269,22 @@ def engine_side(side: str, shape: Record, case: tuple[int, int, str], new: int, 
 # ---- Part 2, in this process.
 
 
-def step_seconds(model: NativeFusion, context: int, steps: int) -> float:
-    """Median seconds of a decode step of one sequence with `context` tokens, its pages in shuffled order."""
+def step_cost(model: NativeFusion, context: int, steps: int) -> tuple[float, float]:
+    """Median seconds of a decode step of one sequence with `context` tokens, its pages in shuffled order; and
+    MiB of its latents and states."""
     pages = context // PAGE + 1
     engine = Engine(model, None, max_slots=1, max_pages=pages, page_size=PAGE)
     runner = engine.runner
 
     # Fill the memory as if the sequence had been read.
     generator = torch.Generator(device=runner.device).manual_seed(0)
+    held = 0
     for layer in engine.pools.layers:
         for tensor in layer.tensors() if isinstance(layer, KdaSlots) else [layer.latents_XR]:
             tensor.normal_(0.0, 0.1, generator=generator)
+            # Slot 0 is a dummy.
+            own = tensor[1:2] if isinstance(layer, KdaSlots) else tensor[:context]
+            held += own.numel() * own.element_size()
     runner.length_S[1] = context
     runner.table_SP[1, :pages] = torch.randperm(pages, generator=generator, device=runner.device) + 1
     runner.last_S.fill_(7)
@@ -299,23 +304,28 @@ def step_seconds(model: NativeFusion, context: int, steps: int) -> float:
             seconds.append(now() - start)
             runner.length_S[1] = context
     # The first one compiles, or captures a graph.
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:]), held / 2**20
 
 
 def contexts(options: EngineOptions, shape: Record) -> Result:
-    """Seconds of a decode step of the model of a shape, and of the same with MLA in every layer."""
+    """Seconds and MiB of a decode step of the model of a shape, and of the same with MLA, and with KDA, in
+    every layer."""
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    linear = {**shape["linear_attn_config"], "kda_layers": [], "full_attn_layers": None}
-    models = []
-    for each in (shape, {**shape, "linear_attn_config": linear}):
-        models.append(our_model(each, default_device(), DTYPE, drawn_there=True))
+    every = list(range(1, shape["num_hidden_layers"] + 1))
+    models = {}
+    for name, kda in (("hybrid", None), ("all_mla", []), ("all_kda", every)):
+        linear = {**shape["linear_attn_config"], "kda_layers": kda, "full_attn_layers": None}
+        each = shape if kda is None else {**shape, "linear_attn_config": linear}
+        models[name] = our_model(each, default_device(), DTYPE, drawn_there=True)
 
     columns = {}
     for context in numbers(options.contexts):
-        hybrid_s, full_s = (step_seconds(model, context, options.steps) for model in models)
-        figures = {"hybrid_step_s": hybrid_s, "all_mla_step_s": full_s, "ratio": full_s / hybrid_s}
+        figures: Result = {}
+        for name, model in models.items():
+            figures[f"{name}_step_s"], figures[f"{name}_mib"] = step_cost(model, context, options.steps)
+        figures["ratio"] = figures["all_mla_step_s"] / figures["hybrid_step_s"]
         columns[f"{context:,} tokens"] = figures
-    show("decoding at long contexts: hybrid against all layers MLA", columns)
+    show("decoding at long contexts: hybrid, all layers MLA, all layers KDA", columns)
     return columns
 
 

@@ -241,7 +241,10 @@ class StudyConfig(Section):
     def check(self, size: Size, arm: Start) -> None:
         """Raises UserError for a recipe that its verb would not take."""
         keys = self.keys(size, arm, 0)
-        recipe = compose([*self.recipes_of(arm), self.tree(arm)], [*keys.items()])
+        # Fine-tuning has its model from the start; here any one will do.
+        whole = compose(self.recipes) if arm.program == "sft" else {}
+        below = {section: whole[section] for section in ("tokenizer", "vision", "model") if section in whole}
+        recipe = compose([below, *self.recipes_of(arm), self.tree(arm)], [*keys.items()])
         validate(recipe, load(VERBS[arm.program].schema))
 
     def lengths(self, arm: Start) -> list[float]:

@@ -107,9 +107,12 @@ class Run:
         if of == "last" and metric.source == "train":
             return fmean(values[-max(1, round(LATE * len(values))) :])
         if of == "until":
-            sign = 1 if metric.better == "higher" else -1
+            # From the side on which the run begins.
+            rises = values[0] < metric.level
             steps = [line["step"] for line in self.records[metric.source]]
-            reached = [step for step, v in zip(steps, values) if sign * v >= sign * metric.level]
+            reached = [
+                x for x, v in zip(steps, values) if (v >= metric.level if rises else v <= metric.level)
+            ]
             return float(min([*reached, steps[-1]]))
         return {
             "first": values[0],

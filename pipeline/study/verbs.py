@@ -92,9 +92,11 @@ def conduct(options: StudyOptions, config: StudyConfig, out: Path) -> int:
     return code
 
 
-optimizer, residuals, fusion, qkclip = map(named, ("optimizer", "residuals", "fusion", "qkclip"))
+optimizer, residuals, hybrid = map(named, ("optimizer", "residuals", "hybrid"))
+fusion, qkclip = named("fusion"), named("qkclip")
 transfer, transfer_steps = named("transfer"), named("transfer_steps")
-objectives, toggle, joint = named("objectives"), named("toggle"), named("joint")
+objectives, toggle = named("objectives"), named("toggle")
+joint, tools = named("joint"), named("tools")
 
 
 class ListOptions(Options):

@@ -27,6 +27,7 @@ PROBLEMS = {
     "odd_one_out": "e5bffb4d33d401bf",
     "geometry": "50e49abca2f51f37",
     "arithmetic": "7671aefb70f631bb",
+    "rule": "9ca7bfb0c9a10864",
 }
 SAMPLES = {
     "easy_vqa": "c53af80be33a6e88 e9150217e33ba2f0",
@@ -37,7 +38,7 @@ SAMPLES = {
     "synth_clips": "957b0d77d4e21f73 4d8d85c7ba48f5da",
     "zero_vision": "3f3142aa39641a79 b80207113dec9dbd",
     "chat_scenes": "6ee5c3178c9497ff 1c06c6e85d2121a5",
-    "problems": "213e2a2dabbc2b53 549a681f239c880e",
+    "problems": "213e2a2dabbc2b53 758a3b553d399c42",
 }
 QUESTIONS = {
     "counting": "d9584faac55a732e",

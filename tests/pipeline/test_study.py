@@ -204,7 +204,7 @@ def test_figures_are_read_as_their_metric_says(tmp_path):
     run, key = Run(tmp_path), "a/b.c.accuracy"
     told = {of: run.value(Metric(key=key, of=of)) for of in ("last", "first", "gain", "mean", "largest")}
     assert told == pytest.approx({"last": 0.3, "first": 0.1, "gain": 0.2, "mean": 0.8 / 3, "largest": 0.4})
-    until = lambda level: run.value(Metric(key=key, of="until", level=level, better="higher"))
+    until = lambda level: run.value(Metric(key=key, of="until", level=level))
     assert (until(0.35), until(0.9)) == (2.0, 3.0), "never: all of the run"
     assert run.value(Metric(key="loss", source="train")) == 6.5, "the mean of the last quarter"
     assert run.value(Metric(key="max_logit", source="train", of="largest")) == 9.0
