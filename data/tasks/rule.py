@@ -34,7 +34,7 @@ def facts_of(name: str) -> dict[tuple[str, str], str]:
     """(colour, state) -> the state it leads to, never the same; the colours of a state lead to different
     ones."""
     rng = Random(f"rule/{name}")
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for state in STATES:
         # One answer of a state is as good as any other to who does not see the colour.
         others = rng.sample([other for other in STATES if other != state], len(COLOURS))

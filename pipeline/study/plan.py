@@ -243,7 +243,9 @@ class StudyConfig(Section):
         keys = self.keys(size, arm, 0)
         # Fine-tuning has its model from the start; here any one will do.
         whole = compose(self.recipes) if arm.program == "sft" else {}
-        below = {section: whole[section] for section in ("tokenizer", "vision", "model") if section in whole}
+        below: Record = {
+            section: whole[section] for section in ("tokenizer", "vision", "model") if section in whole
+        }
         recipe = compose([below, *self.recipes_of(arm), self.tree(arm)], [*keys.items()])
         validate(recipe, load(VERBS[arm.program].schema))
 
