@@ -54,5 +54,5 @@ class Shelf(Task):
             "files": {FILE: " ".join(letters) + "\n"},
             "program": f'open("{FILE}").read().split()[{place}]',
         }
-        asked = f"which letter of {FILE} lies under {colours[place]}?"
+        asked = f"at which place is {colours[place]}? Say the letter of that place in {FILE}."
         return Problem(asked, picture, words, letters[place], letters[place], key, "letter", meta)

@@ -72,7 +72,7 @@ def test_a_letter_needs_the_picture_and_the_file():
     constant = 0
     for seed in range(200):
         problem = task.sample(seed, "train", 0)
-        colour = problem.question.split()[-1][:-1]
+        colour = problem.question.split("?")[0].split()[-1]
         place = patches(problem.picture, COLOURS).index(colour)
         (name,) = problem.meta["files"]
         letters = problem.meta["files"][name].split()
