@@ -205,6 +205,18 @@ def draw_maze(doors: Doors, rows: int, columns: int, ends: dict[str, Cell], side
     return picture
 
 
+def maze_map(doors: Doors, rows: int, columns: int, ends: dict[str, Cell]) -> list[str]:
+    """The maze in characters: a wall is #, a cell or a door is a dot, an end its letter."""
+    table = [["#"] * (2 * columns + 1) for _ in range(2 * rows + 1)]
+    for r, c in product(range(rows), range(columns)):
+        table[2 * r + 1][2 * c + 1] = "."
+    for (r, c), (below, right) in doors:
+        table[r + below + 1][c + right + 1] = "."
+    for letter, (r, c) in ends.items():
+        table[2 * r + 1][2 * c + 1] = letter
+    return ["".join(row) for row in table]
+
+
 def parse_moves(text: str) -> list[str]:
     """The moves of a text: the words up, down, left, right, or else its longest run of the capitals U, D, L,
     R. None where something follows the last move."""
@@ -224,8 +236,9 @@ class Maze(Task):
     shortest / its length. Else 0.3 times the share of the distance to the goal that is gone where it ends or
     hits a wall.
 
-    Knobs: rows, columns, extra (share of walls opened), least (moves of the shortest way), side of a cell in
-    pixels.
+    compact: the words are a map of characters, a line a row, in place of a line for every cell. blind: pictures
+    of the ends without the walls. Knobs: rows, columns, extra (share of walls opened), least (moves of the
+    shortest way), side of a cell in pixels.
     """
 
     levels = (
@@ -234,6 +247,9 @@ class Maze(Task):
         {"rows": 5, "columns": 5, "extra": 0.1, "least": 5, "side": 16},
         {"rows": 7, "columns": 7, "extra": 0.05, "least": 8, "side": 14},
     )
+
+    def __init__(self, compact: bool = False, blind: bool = False) -> None:
+        self.compact, self.blind = compact, blind
 
     def draw(self, rng, heldout, knobs):
         """See Task."""
@@ -256,7 +272,10 @@ class Maze(Task):
         for name, (r, c) in (("green start", start), ("red goal", goal)):
             lines.append(f"{name} at row {r + 1}, column {c + 1}")
 
-        picture = draw_maze(doors, rows, columns, {"green": start, "red": goal}, knobs["side"])
+        if self.compact:
+            lines = maze_map(doors, rows, columns, {"g": start, "r": goal})
+        shown = {door(a, b) for a, b in product(cells, cells)} if self.blind else doors
+        picture = draw_maze(shown, rows, columns, {"green": start, "red": goal}, knobs["side"])
         meta = {"doors": doors, "start": start, "goal": goal}
         question, category = "which moves lead from green to red?", f"{rows}x{columns}"
         return Problem(question, picture, "\n".join(lines), way, " ".join(way), key, category, meta)

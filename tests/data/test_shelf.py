@@ -98,3 +98,27 @@ def test_conversations_hold_the_call_and_what_it_really_gives():
     with pytest.raises(DataError, match="have no program"):
         ToolProblems(made("counting"), seed=0, val_fraction=0.1).made(0, "k", heldout=False)
     assert isinstance(tool_messages(make_task("shelf").sample(0), "twin")[0], Message)
+
+
+@pytest.mark.parametrize("level", range(3))
+def test_a_map_in_characters_is_the_maze(level):
+    """By a search over the characters alone: as many moves as the task's own shortest way."""
+    task, blind = make_task("maze", compact=True), make_task("maze", blind=True)
+    for seed in range(40):
+        problem = task.sample(seed, "train", level)
+        rows = problem.description.split("\n")
+        find = lambda letter: next((y, row.index(letter)) for y, row in enumerate(rows) if letter in row)
+        line, goal = {find("g"): 0}, find("r")
+        todo = [find("g")]
+        for y, x in todo:
+            for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+                there = y + 2 * dy, x + 2 * dx
+                if rows[y + dy][x + dx] != "#" and there not in line:
+                    line[there] = line[y, x] + 1
+                    todo.append(there)
+        assert line[goal] == len(problem.answer)
+        # The ends are shown, the walls are not.
+        bare = blind.sample(seed, "train", level)
+        assert bare.answer == problem.answer
+        inside = np.asarray(bare.picture)[2:-2, 2:-2].reshape(-1, 3)
+        assert tuple(COLOURS["black"]) not in {tuple(pixel) for pixel in inside.tolist()}
