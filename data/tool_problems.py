@@ -6,10 +6,9 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.sources.zero_vision import SYSTEM
 from earlyfusion.data.synth.panels import render_text
 from earlyfusion.data.tasks.problem import Form, Problem
-from earlyfusion.data.tool_tasks import FILE
+from earlyfusion.data.tool_tasks import FILE, SYSTEM
 
 PLAIN_SYSTEM = "Answer with the tool python(code)."
 """The system message of a prompt with tools that has no picture at all."""

@@ -20,6 +20,8 @@ from earlyfusion.kernels.files import Record
 
 FILE = "image.png"
 """Name of the picture in the directory of the tool."""
+SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."
+"""The system message of conversations about a stored picture."""
 CELL = 8
 """Pixels of one cell of an array drawn as a picture."""
 SIDES = range(3, 9)

@@ -131,8 +131,8 @@ class TaskEntry(Section):
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture
     as a file."""
     environment: str | None = None
-    """What answers the model, turn by turn (rl/environments): functions, gymnasium, openenv, verifiers, or
-    package.module:Class of your own."""
+    """What answers the model, turn by turn (rl/environments): functions, gymnasium, openenv, swarm,
+    verifiers, or package.module:Class of your own."""
     environment_options: dict[str, Any] = {}
     """Its options."""
     isolated: bool = False

@@ -24,6 +24,7 @@ VERBS |= {
     "long2short": Verb(
         "earlyfusion.rl.verbs:shorter", "shorter answers: merged weights, shortest right answers, DPO"
     ),
+    "swarm": Verb("earlyfusion.rl.verbs:swarms", "agents side by side over a folder of documents"),
     "study": Verb(
         "earlyfusion.rl.verbs:studies",
         "studies with control arms: transfer from vision RL to text, optimizer, fusion, QK-Clip, residuals",
@@ -68,8 +69,18 @@ def long2short() -> None:
     """Give a long-thinking model's skill to short answers (Kimi k1.5, section 2.4)."""
 
 
+SWARMS = {
+    "run": Verb("earlyfusion.rl.swarm.verbs:run", "answer a question, with a live tree and a timeline"),
+}
+
+
+def swarm() -> None:
+    """An orchestrator and its sub-agents (Kimi K2.5, section 3)."""
+
+
 def study() -> None:
     """Whole experiments with their controls and statistics."""
 
 
 shorter, studies = cli.group_of(WAYS, long2short), cli.group_of(STUDIES, study)
+swarms = cli.group_of(SWARMS, swarm)

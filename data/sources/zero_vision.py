@@ -21,9 +21,7 @@ from earlyfusion.data.sample import Image, Sample, Segment, Text
 from earlyfusion.data.sources.base import Generated, source
 from earlyfusion.data.sources.embedded import PictureOptions
 from earlyfusion.data.synth.graph import Scene
-from earlyfusion.data.tool_tasks import FILE, Subject, Task, make_grid, make_task
-
-SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."
+from earlyfusion.data.tool_tasks import FILE, SYSTEM, Subject, Task, make_grid, make_task
 
 
 @dataclass(frozen=True)

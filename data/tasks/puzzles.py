@@ -236,9 +236,9 @@ class Maze(Task):
     shortest / its length. Else 0.3 times the share of the distance to the goal that is gone where it ends or
     hits a wall.
 
-    compact: the words are a map of characters, a line a row, in place of a line for every cell. blind: pictures
-    of the ends without the walls. Knobs: rows, columns, extra (share of walls opened), least (moves of the
-    shortest way), side of a cell in pixels.
+    compact: the words are a map of characters, a line a row, in place of a line for every cell. blind:
+    pictures of the ends without the walls. Knobs: rows, columns, extra (share of walls opened), least (moves
+    of the shortest way), side of a cell in pixels.
     """
 
     levels = (

@@ -50,13 +50,13 @@ class EndpointModel:
         self.chat, self.pool = chat, ThreadPoolExecutor(concurrent)
         self.tries, self.timeout_s = tries, timeout_s
         if model is None:
-            listed = self._call("/models").get("data")
+            listed = self.request("/models").get("data")
             if not listed:
                 raise EvalError(f"{self.url}/models lists no model; give its name with --endpoint-model")
             model = str(listed[0]["id"])
         self.name = model
 
-    def _call(self, path: str, body: Record | None = None) -> Record:
+    def request(self, path: str, body: Record | None = None) -> Record:
         """The JSON answer; a server that is busy or away is asked again, a little later each time."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
@@ -116,7 +116,7 @@ class EndpointModel:
             path, content = "/chat/completions", body.pop("prompt")
             content = content_parts(request.prompt) if media else content
             body["messages"] = [{"role": "user", "content": content}]
-        answer = self._call(path, body)
+        answer = self.request(path, body)
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
 

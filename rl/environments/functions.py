@@ -18,49 +18,22 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image as PILImage
-from pydantic import ConfigDict, PydanticUserError, ValidationError, create_model, validate_call
+from pydantic import ValidationError, validate_call
 
+from earlyfusion.data.chat.declare import declaration
 from earlyfusion.data.chat.template import Message, ToolCall, tools_message
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.kernels.errors import did_you_mean, one_line
-from earlyfusion.kernels.files import Record, function_at, plain
+from earlyfusion.kernels.files import function_at, plain
 from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step, environment, message_of
 
 MAX_CALLS = 8
 """Calls of one message that are run; the others are told so."""
-
-
-def declaration(function: Callable[..., Any]) -> Record:
-    """A function as a tool in the OpenAI form. Raises EnvironmentFault for an argument without a usable
-    annotation."""
-    name = getattr(function, "__name__", type(function).__name__)
-    fields: Record = {}
-    for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        if parameter.annotation is parameter.empty or parameter.kind not in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        ):
-            raise EnvironmentFault(
-                f"tool {name}: argument {parameter.name!r} needs a plain type, such as str"
-            )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (parameter.annotation, default)
-    try:
-        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except PydanticUserError as error:
-        raise EnvironmentFault(f"tool {name}: {one_line(error, 200)}") from None
-    schema: Record = model.model_json_schema()
-    schema.pop("title", None)
-    for field in schema.get("properties", {}).values():
-        field.pop("title", None)
-    text = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-    about = {"name": name, "description": text, "parameters": schema}
-    return {"type": "function", "function": about}
 
 
 @environment("functions")

@@ -107,9 +107,9 @@ def test_a_map_in_characters_is_the_maze(level):
     for seed in range(40):
         problem = task.sample(seed, "train", level)
         rows = problem.description.split("\n")
-        find = lambda letter: next((y, row.index(letter)) for y, row in enumerate(rows) if letter in row)
-        line, goal = {find("g"): 0}, find("r")
-        todo = [find("g")]
+        ends = {row[x]: (y, x) for y, row in enumerate(rows) for x in range(len(row)) if row[x] in "gr"}
+        line, goal = {ends["g"]: 0}, ends["r"]
+        todo = [ends["g"]]
         for y, x in todo:
             for dy, dx in ((-1, 0), (1, 0), (0, -1), (0, 1)):
                 there = y + 2 * dy, x + 2 * dx

@@ -12,6 +12,7 @@ from environment_cases import frame
 from rl_cases import flat, mismatch, trained_logprobs
 from tool_cases import TOKENIZER, answer, collected, directory, ids_of, tool_training
 
+from earlyfusion.data.chat.declare import declaration
 from earlyfusion.data.chat.template import Message, ToolCall, tools_message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
@@ -19,7 +20,6 @@ from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.rewards import Rewards, TaskReward
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.environments.base import EnvironmentFault, make_environment
-from earlyfusion.rl.environments.functions import declaration
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.experience import experience, score
 from earlyfusion.rl.rollouts.packing import pack

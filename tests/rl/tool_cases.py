@@ -12,7 +12,7 @@ from rl_cases import training
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
-from earlyfusion.data.sources.zero_vision import SYSTEM
+from earlyfusion.data.tool_tasks import SYSTEM
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.vision.config import VisionConfig
