@@ -89,9 +89,10 @@ def read_toml(path: Path, what: str) -> Record:
 
 
 def presets() -> dict[str, Record]:
-    """The [model] tables that `model.preset` names: those of shipped recipes that extend no other."""
+    """The [model] tables that `model.preset` names: those of shipped recipes that have a shape of their own."""
     found = {name: read_recipe(name) for name in recipe_names()}
-    return {name: own["model"] for name, own in found.items() if "model" in own and "extends" not in own}
+    whole = {name: own["model"] for name, own in found.items() if "model" in own and "extends" not in own}
+    return {name: shape for name, shape in whole.items() if "preset" not in shape}
 
 
 def _begun(below: Record, own: Record) -> Record:

@@ -126,6 +126,9 @@ long2short
 long2short average NONE NONE --out FILE
 study nosuch
 study transfer --seeds x
+swarm nosuch
+swarm run question --docs NONE --model NONE
+swarm run question --docs . --model NONE
 generate
 generate --model NONE --prompt x
 generate --model embedded:skills

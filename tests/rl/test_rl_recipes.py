@@ -79,7 +79,7 @@ walls around reward functions of others: reward.memory_mb
 "null" switches them off, or another preset of support.md: optim.clip_grad_norm optim.eps optim.momentum
   optim.ns optim.qk_clip
 the form of a question, and the data of text_math: tasks.options tasks.thought
-entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty eval.tasks.environment
+entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty
   eval.tasks.options eval.tasks.power eval.tasks.thought
 stages that train a part of the model: train.frozen
 a mixture that changes by stage or within one: stages.mix.weights stages.mix.ramp
