@@ -38,7 +38,7 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -297,7 +297,8 @@ class Rewards:
         memory_mb: int | None = None,
     ) -> None:
         self.functions = [Weighed(functions)] if callable(functions) else list(functions)
-        self.span, self.timeout_s = span, timeout_s
+        self.span, self.timeout_s, self.share = span, timeout_s, 1.0
+        """share: of the weights of all functions but the first; a recipe that anneals them lowers it."""
         self.asked = {name for one in self.functions for name in asked_for(one.function)}
         """What some function asks for."""
         self.counts: Counter[str] = Counter()
@@ -332,7 +333,12 @@ class Rewards:
             scored = [score_group(self.functions, group, self.span, self.timeout_s) for group in groups]
         found = [one for group in scored for one in group]
         self.counts.update(one.status for one in found)
-        return found
+        return found if self.share == 1 else [*map(self._annealed, found)]
+
+    def _annealed(self, one: Scored) -> Scored:
+        # What could not be scored has no parts, and keeps the lowest of the range.
+        rest = sum(other.weight * one.parts[other.name] for other in self.functions[1:] if one.parts)
+        return replace(one, value=one.value - (1 - self.share) * rest)
 
     def _by_workers(self, groups: Sequence[Sequence[Response]]) -> list[list[Scored]]:
         free: queue.Queue[_Worker] = queue.Queue()

@@ -260,6 +260,8 @@ class RewardSection(Section):
     return any finite number; or a list of these."""
     weights: list[FiniteFloat] = []
     """Weight of each in the sum; 1 if not given."""
+    anneal_updates: NonNegativeInt = 0
+    """Updates over which the weights of all functions but the first fall evenly to 0; 0 keeps them."""
     low: FiniteFloat = 0.0
     """Lowest of your rewards: what an answer earns that could not be scored, or that exceeds Toggle's budget.
     """

@@ -300,6 +300,8 @@ class Reinforcement:
         self.refresh_engine()
         degree, missing = temperature(config.temperature, update), config.rollout.prompts
         self.collector.spent.clear()
+        annealed = config.reward.anneal_updates
+        self.rewards.share = max(0.0, 1 - update / annealed) if annealed else 1.0
         score_s = 0.0
         groups: list[Group] = []
         scored: list[Scored] = []

@@ -54,6 +54,7 @@ STUDIES = {
     "toggle": Verb(f"{_STUDY}:toggle", "tokens saved by Toggle at equal accuracy"),
     "joint": Verb(f"{_STUDY}:joint", "RL batches of both forms against a stage for each"),
     "tools": Verb(f"{_STUDY}:tools", "tool use that needs eyes, after fine-tuning in words alone"),
+    "swarm": Verb(f"{_STUDY}:swarm", "rewards that keep an orchestrator from serial collapse"),
     "mechanism": Verb(
         "earlyfusion.rl.study.mechanism:mechanism", "whether two forms of a question share what RL taught"
     ),

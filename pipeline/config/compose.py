@@ -89,7 +89,8 @@ def read_toml(path: Path, what: str) -> Record:
 
 
 def presets() -> dict[str, Record]:
-    """The [model] tables that `model.preset` names: those of shipped recipes that have a shape of their own."""
+    """The [model] tables that `model.preset` names: those of shipped recipes that have a shape of their
+    own."""
     found = {name: read_recipe(name) for name in recipe_names()}
     whole = {name: own["model"] for name, own in found.items() if "model" in own and "extends" not in own}
     return {name: shape for name, shape in whole.items() if "preset" not in shape}

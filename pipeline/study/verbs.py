@@ -96,7 +96,7 @@ optimizer, residuals, hybrid = map(named, ("optimizer", "residuals", "hybrid"))
 fusion, qkclip = named("fusion"), named("qkclip")
 transfer, transfer_steps = named("transfer"), named("transfer_steps")
 objectives, toggle = named("objectives"), named("toggle")
-joint, tools = named("joint"), named("tools")
+joint, tools, swarm = named("joint"), named("tools"), named("swarm")
 
 
 class ListOptions(Options):

@@ -232,3 +232,15 @@ def test_groups_are_scored_in_processes_as_they_are_here(problem, monkeypatch):
     with Rewards(functions, isolation="process", timeout_s=1.0, span=Range(0, 9)) as there:
         assert there(said, [2, 2]) == wanted
     assert [one.status for one in wanted] == ["ok", "ok", "ok", "timeout"]
+
+
+def test_annealed_weights_fall_and_the_first_stays():
+    """By hand: 1 + share (2 - 1)."""
+    one = lambda problem, response: 1.0
+    functions = [Weighed(one, name, weight) for name, weight in (("a", 1.0), ("b", 2.0), ("c", -1.0))]
+    with Rewards(functions, span=Range(0.0, 3.0)) as rewards:
+        problem = make_task("arithmetic").sample(0)
+        for share in (1.0, 0.5, 0.0):
+            rewards.share = share
+            (found,) = rewards([(problem, "x")])
+            assert found.value == pytest.approx(1.0 + share) and found.parts == {"a": 1.0, "b": 1.0, "c": 1.0}
