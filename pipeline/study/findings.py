@@ -333,8 +333,10 @@ def headline(config: StudyConfig, results: Record) -> str:
     for row in results["rows"]:
         if row["metric"] == config.registered and "word" in row:
             span = f"{row['value']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-            said = f"{row['word']} {'than' if row['word'] in ('lower', 'higher') else 'to'}"
-            sentences.append(f"{row['arm']}: {row['metric']} {said} {row['against']} ({span}).")
+            joined = {"lower": "lower than", "higher": "higher than"}.get(
+                row["word"], f"{row['word']}, beside"
+            )
+            sentences.append(f"{row['arm']}: {row['metric']} {joined} {row['against']} ({span}).")
     for seed, why in results["left_out"].items():
         sentences.append(f"Seed {seed} is left out: {why}.")
     return " ".join(sentences) or "Nothing was measured yet."
