@@ -8,8 +8,8 @@ The question tells the first state; a row of patches leads to the last one. The 
 "red: a>d, teal: d>b". The words of a row, "red door 57" for one patch, hold nothing that the picture does
 not.
 
-Held out: of one step, number and place of the patch, which say nothing of the answer; of more, the colours
-with the first state.
+Held out: of one step, the number, which says nothing of the answer; of more, the colours with the first
+state.
 
 Source: the studies of docs/claims.md; a text twin of every picture is that of arXiv 2501.02669.
 """
@@ -101,8 +101,8 @@ class Rule(Task):
         colours, state = [colour for colour, _ in way], first[1]
         words = f"{', '.join(colours)} door {number}"
         told = ", ".join(f"{colour}: {start}>{self.table[colour, start]}" for colour, start in way)
-
-        told = f"{words}; " * rng.randint(0, self.verbose) + told if self.verbose else told
+        if self.verbose:
+            told = f"{words}; " * rng.randint(0, self.verbose) + told
 
         if knobs.get("naming"):
             asked, answer, told = f"{number}: what color?", ", ".join(colours), ", ".join(colours)

@@ -17,9 +17,9 @@ given ones. transformers' generate pads prompts on the left and runs until the l
 tokens that were asked for are counted.
 
 Part 2: decoding at long contexts, the hybrid against the same model with MLA everywhere, the comparison of
-Kimi Linear's own table (arXiv 2510.26692, figure 1 and section 5.6): seconds of a decode step over the
-context's length. The memory is filled with random states and latents: a step's time does not depend on what
-they hold.
+Kimi Linear's own table (arXiv 2510.26692, figure 1 and section 5.6), and with KDA everywhere: seconds of a
+decode step, and MiB of latents and states, over the context's length. The memory is filled with random states
+and latents: a step's time does not depend on what they hold.
 
 --model.KEY VALUE changes a key of the recipe's decoder. Everything is saved as JSON.
 """

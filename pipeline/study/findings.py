@@ -4,8 +4,7 @@ Every arm is compared seed by seed with the base, or with the arms that it names
 data and, where they have one, their start.
 
     differences   by size, and as the mean over sizes: mean over seeds, Student's t. Where problems are
-    grouped
-                  (`cluster`), seeds and groups are crossed, and both are a sample (eval/stats.py)
+                  grouped (`cluster`), seeds and groups are crossed, and both are a sample (eval/stats.py)
     claims        the means over sizes of every arm that is asked and every claimed metric; Holm over all of
                   them; a claim needs its interval to exclude 0 and Holm's p to be at most 0.05
     seen          the smallest true difference that 80 % of such studies would show

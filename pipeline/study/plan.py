@@ -328,7 +328,7 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
             return command(arm.program, *config.recipes_of(arm), *recipe, *told, "--out", str(folder))
 
         name = str(folder.relative_to(out))
-        made.append(Stage(name, words, (folder / "model" / "config.json",), folder, after))
+        made.append(Stage(name, words, folder / "model" / "config.json", folder, after))
         return name
 
     def keys_of(size: Size, arm: Start, length: float, seed: int) -> Record:
@@ -374,7 +374,7 @@ def measurements(
             place = folder / "measured" / one.name
             named = {"model": folder / "model", "start": (begin or folder) / "model", "out": place}
             words = command(*(word.format(**named) for word in one.words))
-            yield Stage(f"{name}/{one.name}", partial(tuple, words), (place / one.result,), place, (name,))
+            yield Stage(f"{name}/{one.name}", partial(tuple, words), place / one.result, place, (name,))
 
 
 def write_plan(config: StudyConfig, out: Path) -> None:

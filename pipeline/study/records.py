@@ -16,7 +16,7 @@ from earlyfusion.pipeline.report.page import read_dict
 Cells = dict[str, float]
 """Group of problems -> mean; "" -> the figure itself where there are no groups."""
 Curve = list[tuple[float, float]]
-"""(tokens, or steps where none are counted; value), in order."""
+"""(step, value), in order; step 0 for a further measurement."""
 LATE = 0.25
 """Share of the training records, the last ones, whose mean is how a run ends."""
 
@@ -89,14 +89,8 @@ class Run:
             result = [*(self.folder / "measured" / metric.source).glob("*.json")]
             found = figure(read_dict(result[0]), key) if result else math.nan
             return [(0.0, found)] if found == found else []
-        # Evaluations do not count tokens: those of the training record at or before them.
-        tokens = {line["step"]: line.get("tokens") for line in self.records["train"]}
-        points = []
-        for line in self.records[metric.source]:
-            value, step = figure(line, key), line["step"]
-            if value == value:
-                points.append((float(line.get("tokens") or tokens.get(step) or step), value))
-        return points
+        points = ((float(line["step"]), figure(line, key)) for line in self.records[metric.source])
+        return [(step, value) for step, value in points if value == value]
 
     def value(self, metric: Metric, of: str = "") -> float:
         """The figure; nan where the run has none. of: in place of the metric's own."""
@@ -109,11 +103,9 @@ class Run:
         if of == "until":
             # From the side on which the run begins.
             rises = values[0] < metric.level
-            steps = [line["step"] for line in self.records[metric.source]]
-            reached = [
-                x for x, v in zip(steps, values) if (v >= metric.level if rises else v <= metric.level)
-            ]
-            return float(min([*reached, steps[-1]]))
+            steps = [x for x, _ in curve]
+            reached = [x for x, v in curve if (v >= metric.level if rises else v <= metric.level)]
+            return min([*reached, steps[-1]])
         return {
             "first": values[0],
             "last": values[-1],
@@ -125,17 +117,10 @@ class Run:
     def cells(self, metric: Metric, cluster: str = "", of: str = "") -> Cells:
         """The figure by group of held-out problems, where the run wrote its answers down and the metric is
         their accuracy; else {"": figure}, {} where there is none."""
-        labels = [key.removesuffix(".accuracy") for key in metric.keys if key.endswith(".accuracy")]
-        of = of or metric.of
+        labels, of = [key.removesuffix(".accuracy") for key in metric.keys], of or metric.of
         files = sorted((self.folder / "eval").glob("update-*.jsonl"))
-        if (
-            cluster
-            and files
-            and labels
-            and metric.source == "eval"
-            and of in ("first", "last", "gain")
-            and not metric.minus
-        ):
+        told = metric.source == "eval" and of in ("first", "last", "gain") and not metric.minus
+        if cluster and files and told and all(key.endswith(".accuracy") for key in metric.keys):
             first, last = (grouped(file, labels, cluster) for file in (files[0], files[-1]))
             if of == "gain":
                 return {group: last[group] - first[group] for group in last}

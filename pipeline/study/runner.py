@@ -30,21 +30,21 @@ LOG = "stage.log"
 
 @dataclass(frozen=True)
 class Stage:
-    """One piece of work. command: asked for when it starts, as what ran before may decide it; results: what
+    """One piece of work. command: asked for when it starts, as what ran before may decide it; result: what
     exists when it is done; after: names of the stages it needs; folder: its own. One whose folder holds a
     complete checkpoint goes on from there by --resume.
     """
 
     name: str
     command: Callable[[], tuple[str, ...]]
-    results: tuple[Path, ...]
+    result: Path
     folder: Path
     after: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
-        """Whether all its results are there."""
-        return all(path.is_file() for path in self.results)
+        """Whether its result is there."""
+        return self.result.is_file()
 
 
 class Runner:

@@ -21,9 +21,7 @@ class SwarmEnvironment(Environment):
     """See the module. agents: who sub-agents are (`speaker_of`); docs: a folder, "" for no documents; the
     rest: SwarmLimits, with steps, tokens and seconds of one assignment as sub_steps, sub_tokens, sub_seconds.
     The question is the problem's; where `steps` is a budget, the prompt says how many critical steps there
-    are.
-
-    What the episode did is in Step.counts: assigned, finished, critical_steps, ... of the last message."""
+    are."""
 
     answers = True
 
@@ -52,11 +50,7 @@ class SwarmEnvironment(Environment):
 
     async def step(self, message: Message) -> Step:
         """Run the calls of a message."""
-        before = self.swarm.counts
-        told = await self.swarm.act(message)
-        after = self.swarm.counts
-        counts = {f"swarm_{name}": after[name] - before[name] for name in after if name != "largest_group"}
-        return Step(told, counts={"calls": len(message.calls), **counts})
+        return Step(await self.swarm.act(message), counts={"calls": len(message.calls)})
 
 
 _SPEAKERS: dict[str, Speaker] = {}

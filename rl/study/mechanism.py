@@ -2,9 +2,8 @@
 
     earlyfusion study mechanism --start runs/start/model --model runs/vision/model --out runs/mechanism
 
-cosine     of the gradients of -log p(target) of one problem in both forms, over the weights of the decoder,
-at
-           the start; of two problems with other answers as its control
+cosine     at the start, of the gradients of -log p(first token of the target) of one problem in both forms,
+           over the weights of the decoder; of two problems with other answers as its control
 probe      accuracy of a linear probe by depth: "picture>twin" is fitted on pictures, read off words
 exchange   accuracy of the start with none, the lower half, the upper half, or all of the trained weights
 

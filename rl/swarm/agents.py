@@ -24,12 +24,12 @@ from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.models.base import EndpointModel
+from earlyfusion.eval.models.tokens import content_parts
 from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.report.page import data_uri
 from earlyfusion.pipeline.serve.worker import EngineWorker
 from earlyfusion.rl.swarm.spans import Trace
 
@@ -127,17 +127,9 @@ class Endpoint:
 
 def openai_message(message: Message) -> Record:
     """A message in the OpenAI form, pictures as data URIs."""
-    parts: list[Record] = []
-    for part in message.content:
-        if isinstance(part, Image):
-            parts.append({"type": "image_url", "image_url": {"url": data_uri(part.open())}})
-        elif isinstance(part, Text):
-            parts.append({"type": "text", "text": part.text})
-    plain = all(part["type"] == "text" for part in parts)
-    made: Record = {
-        "role": message.role,
-        "content": "".join(part["text"] for part in parts) if plain else parts,
-    }
+    seen = any(isinstance(part, Image) for part in message.content)
+    made: Record = {"role": message.role}
+    made["content"] = content_parts(message.content) if seen else message.text
     if message.role == "tool":
         made["tool_call_id"] = f"call_{message.index}"
     if message.calls:

@@ -27,6 +27,7 @@ from earlyfusion.data.chat.declare import declaration
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
+from earlyfusion.data.tasks.gather import longest_way
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record, function_at
@@ -44,7 +45,7 @@ from earlyfusion.rl.swarm.agents import (
     work,
 )
 from earlyfusion.rl.swarm.library import Library
-from earlyfusion.rl.swarm.spans import Trace, longest_way
+from earlyfusion.rl.swarm.spans import Trace
 
 MOST_ASSIGNMENTS = 64
 """Assignments of one message that are run; the others are told so."""

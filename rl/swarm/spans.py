@@ -11,11 +11,10 @@ many as the places need when each takes the next assignment as it becomes free.
     sum over turns of (1 + the longest way through the group)
 """
 
-import heapq
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +22,6 @@ from typing import Any
 
 from earlyfusion.kernels.files import Record, write_atomic
 from earlyfusion.pipeline.report.page import write_page
-
-
-def longest_way(steps: Sequence[int], places: int) -> int:
-    """Steps until all assignments are done, each taking the place that is free first, in their order."""
-    free = [0] * max(1, min(places, len(steps)))
-    for one in steps:
-        heapq.heapreplace(free, free[0] + one)
-    return max(free)
 
 
 @dataclass

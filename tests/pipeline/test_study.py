@@ -200,12 +200,18 @@ def test_mistakes_are_told_before_the_first_run(change, said):
 
 def test_figures_are_read_as_their_metric_says(tmp_path):
     evals = [{"a/b.c": {"accuracy": value}} for value in (0.1, 0.4, 0.3)]
-    plant(tmp_path, *evals, train=[{"loss": x, "max_logit": {"0": [x, 9 - x]}} for x in range(8)])
+    # Tokens are those of an update in RL, so nothing is drawn over them.
+    plant(
+        tmp_path,
+        *evals,
+        train=[{"loss": x, "tokens": 600 - x, "max_logit": {"0": [x, 9 - x]}} for x in range(8)],
+    )
     run, key = Run(tmp_path), "a/b.c.accuracy"
     told = {of: run.value(Metric(key=key, of=of)) for of in ("last", "first", "gain", "mean", "largest")}
     assert told == pytest.approx({"last": 0.3, "first": 0.1, "gain": 0.2, "mean": 0.8 / 3, "largest": 0.4})
     until = lambda level: run.value(Metric(key=key, of="until", level=level))
     assert (until(0.35), until(0.9)) == (2.0, 3.0), "never: all of the run"
+    assert run.curve(Metric(key=key)) == [(1.0, 0.1), (2.0, 0.4), (3.0, 0.3)]
     assert run.value(Metric(key="loss", source="train")) == 6.5, "the mean of the last quarter"
     assert run.value(Metric(key="max_logit", source="train", of="largest")) == 9.0
     both = Metric(key=[key, key], minus="a/b.c.accuracy", of="largest")

@@ -22,7 +22,7 @@ def stage(tmp_path):
         head = "import sys, time, signal; from pathlib import Path\n"
         head += f"done = lambda: Path({str(result)!r}).write_text('x')\n"
         command = (sys.executable, "-c", head + script)
-        return Stage(name, lambda: command, (result,), result.parent, after)
+        return Stage(name, lambda: command, result, result.parent, after)
 
     return made
 

@@ -16,6 +16,7 @@ from rl_cases import model_directory
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
+from earlyfusion.data.tasks.gather import longest_way
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import load_model
@@ -32,7 +33,7 @@ from earlyfusion.rl.swarm.executor import (
     speaker_of,
 )
 from earlyfusion.rl.swarm.library import PART, Library
-from earlyfusion.rl.swarm.spans import Trace, longest_way
+from earlyfusion.rl.swarm.spans import Trace
 
 
 def said(*calls, text=""):
@@ -353,7 +354,7 @@ def test_the_environment_tells_the_budget_runs_calls_and_counts_them(docs):
     begun = place.reset(problem)
     assert "You have 9 critical steps." in begun[1].text and "assign_task" in begun[0].text
     step = asyncio.run(place.step(said(*make("a"), *give(("a", "red door"), ("a", "blue door")))))
-    assert [message.text for message in step.messages][1:] == ["[a.md#1]", "[a.md#1]"] or step.messages
-    assert step.counts["swarm_assigned"] == 2 and step.counts["swarm_critical_steps"] == 3
+    assert [message.text for message in step.messages] == ["a is ready", "[a.md#1]", "[deep/b.html#1]"]
+    assert step.counts == {"calls": 3} and place.swarm.critical_steps == 1 + 2
     with pytest.raises(EnvironmentFault, match="unexpected keyword"):
         SwarmEnvironment(f"{__name__}:searcher", "", places=3)
