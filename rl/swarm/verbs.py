@@ -9,15 +9,16 @@ timeline.html and answer.md with the places that the answer names.
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.tree import Tree
 
 from earlyfusion.data.options import Options, verb
+from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.rl.swarm.agents import Limits
 from earlyfusion.rl.swarm.executor import Swarm, SwarmLimits, cited, conduct, speaker_of
@@ -35,7 +36,8 @@ class RunOptions(Options):
     docs: Path
     """folder of text, Markdown, HTML and pictures"""
     model: str
-    """orchestrator: URL of an OpenAI-compatible server, model directory, or package.module:function"""
+    """orchestrator: URL of an OpenAI-compatible server that takes tools, model directory, or
+    package.module:function"""
     agents: str = ""
     """sub-agents, named alike; the orchestrator's model if not given"""
     endpoint_model: str | None = None
@@ -52,7 +54,7 @@ class RunOptions(Options):
     """messages of one assignment"""
     seconds: PositiveFloat = 120.0
     """of one assignment, by the clock"""
-    out: Annotated[Path, Field(validate_default=False)] = Path("runs/swarm")
+    out: Path = Path("runs/swarm")
     """folder for the trace, the timeline and the answer"""
 
 
@@ -85,14 +87,22 @@ def run(options: RunOptions) -> None:
         sub=Limits(steps=options.steps, seconds=options.seconds),
     )
     console = Console(stderr=True)
-    with Live(console=console, refresh_per_second=8, transient=not console.is_terminal) as live:
-        trace = Trace(lambda one: live.update(tree_of(one, options.question)))
-        swarm = Swarm(speaker, library, limits, trace)
-        answer = asyncio.run(conduct(orchestrator, options.question, swarm))
-    for one in {id(each): each for each in (orchestrator, speaker)}.values():
-        close = getattr(one, "close", None)
-        if close is not None:
-            close()
+    try:
+        with Live(console=console, refresh_per_second=8, transient=not console.is_terminal) as live:
+            trace = Trace(lambda one: live.update(tree_of(one, options.question)))
+            swarm = Swarm(speaker, library, limits, trace)
+            answer = asyncio.run(conduct(orchestrator, options.question, swarm))
+    except Exception as error:
+        # What was done until then is not lost.
+        why = f"(no answer: {one_line(error, 300)})"
+        page = trace.write(options.out, options.question, why, swarm.counts)
+        print(f"ended early; written: {page}, {options.out / 'trace.jsonl'}")
+        raise
+    finally:
+        for one in {id(each): each for each in (orchestrator, speaker)}.values():
+            close = getattr(one, "close", None)
+            if close is not None:
+                close()
 
     page = trace.write(options.out, options.question, answer, swarm.counts)
     places = cited(answer, library)

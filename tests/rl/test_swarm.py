@@ -249,6 +249,21 @@ def test_the_verb_answers_from_scripts(docs, tmp_path, capsys):
     assert cli.main([*words[:3], "--docs", str(tmp_path / "none"), *scripts]) == 2
 
 
+def failing(messages):
+    """An orchestrator that works once and is then away."""
+    if messages[-1].role == "tool":
+        raise DataError("the server is away")
+    return said(*make("a"), *give(("a", "red door")))
+
+
+def test_what_was_done_before_an_error_is_kept(docs, tmp_path, capsys):
+    words = ["swarm", "run", "q", "--docs", str(docs), "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--model", f"{__name__}:failing", "--agents", f"{__name__}:searcher"]) == 2
+    assert "the server is away" in capsys.readouterr().err
+    assert '"invoke_agent a"' in (tmp_path / "out" / "trace.jsonl").read_text()
+    assert "no answer: the server is away" in checked(tmp_path / "out" / "timeline.html")
+
+
 def test_an_orchestrator_without_end_is_ended_by_its_budget(docs):
     forever = Scripted(
         lambda messages: said(*make("a"), text="so far") if len(messages) < 3 else said(*give(("a", "x")))
