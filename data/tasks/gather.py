@@ -25,6 +25,8 @@ ITEMS = "abcdefghijklmnop"
 COSTS = {item: Random(f"gather/{item}").randint(2, 4) for item in ITEMS}
 PLACES, CAP = 6, 6
 """Sub-agents at work at a time; steps after which one of them has found nothing."""
+SPAWNS = 0.25
+"""Share of the documents of pretraining whose plan has random assignments."""
 _WORD = re.compile(r"[a-p]|[()!]|\S")
 
 
@@ -102,8 +104,7 @@ def scheduled(wanted: str) -> str:
 
 @task("gather")
 class Gather(Task):
-    """See the file's head. spawns: share of the documents of pretraining whose plan has random assignments.
-    Knobs: items (least, most), budget."""
+    """See the file's head. Knobs: items (least, most), budget."""
 
     levels = (
         {"items": (2, 8), "budget": 10},
@@ -111,15 +112,12 @@ class Gather(Task):
         {"items": (8, 8), "budget": 10},
     )
 
-    def __init__(self, spawns: float = 0.25) -> None:
-        self.spawns = spawns
-
     def draw(self, rng: Random, heldout, knobs):
         """See Task."""
         wanted = "".join(rng.sample(ITEMS, rng.randint(*knobs["items"])))
         budget = knobs["budget"]
         plan = serial(wanted)
-        if rng.random() < self.spawns:
+        if rng.random() < SPAWNS:
             # The form of an assignment, and no strategy.
             cuts = sorted(rng.sample(range(len(wanted) + 1), 2))
             own, given = wanted[: cuts[0]], wanted[cuts[0] : cuts[1]]
