@@ -59,7 +59,7 @@ short_conv kda.naive kda.conv - kda.triton.conv
 attention attention.naive attention.varlen - attention.triton.flash
 attention_append attention.naive - - attention.triton.flash
 qkv_rope attention.naive attention.varlen - attention.triton.rope
-mla_decode attention.naive attention.tiles - attention.triton.flash
+mla_decode attention.naive attention.tiles - attention.triton.decode
 max_logit attention.naive attention.varlen - attention.triton.flash
 attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 \
     attnres.two_phase:phase1_alone attnres.triton_two_phase:phase1

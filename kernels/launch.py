@@ -50,6 +50,16 @@ def interpreted(kernel: Any) -> bool:
     return type(kernel).__name__ == "InterpretedFunction"
 
 
+def constant(value: Any, kernel: Any) -> Any:
+    """``value``, which is no number, as a member of a named tuple of constants: wrapped for Triton's
+    compiler, which up to 3.6 does not hand it on to a function otherwise, and bare for its interpreter."""
+    if interpreted(kernel):
+        return value
+    from triton.language import constexpr
+
+    return constexpr(value)
+
+
 def dot_dtype(dtype: torch.dtype, kernel: Any) -> torch.dtype:
     """Dtype of matrix product operands: that of the inputs; float32 under the interpreter, whose bfloat16 is
     broken."""

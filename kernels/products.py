@@ -228,7 +228,8 @@ def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
     wide = accumulate_dtype(a_BMK.dtype)
     # cuBLAS can give its float32 sums as they are.
     if a_BMK.device.type == "cuda" and a_BMK.dtype != wide:
-        return torch.bmm(a_BMK, b_BKN, out_dtype=wide).mul_(alpha)
+        out_BMN = torch.bmm(a_BMK, b_BKN, out_dtype=wide)
+        return out_BMN if alpha == 1 else out_BMN.mul_(alpha)
     out_BMN = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2], dtype=wide)
     if a_BMK.device.type != "cpu" or a_BMK.dtype != torch.bfloat16:
         return torch.baddbmm(out_BMN, a_BMK.to(wide), b_BKN.to(wide), beta=0, alpha=alpha)

@@ -2,17 +2,18 @@
 backward.
 
 A program takes BT tokens. Its rows are (token, source) pairs, gathered through a tuple of pointers, so the
-sources need no stacking; the queries of a token are (token, query) rows of a second tile. Scores, mixtures
-and gradients are then small matrix products between the two, masked to pairs of the same token:
+sources need no stacking; what a token has for every query are (token, query) rows of a second tile. The
+queries themselves are the same for all tokens: scores are one product of them with all rows. Mixtures and
+gradients are small products between the two tiles, masked to pairs of the same token:
 
     forward    s = QW V^T r      P = softmax(s)        O  = P V
     backward   dP = X V^T        A = P (dP - delta) r  dV = P^T X + A^T QW - c V
 
 Both passes walk over D in tiles that divide it (2304 = 9 x 256); the second one finds the rows in the cache.
-float32 factors are split into 16-bit parts, so that the products run on tensor cores and lose nothing: V and
-X are 16-bit already. The gradient of the queries, sum_t A V, is a second kernel over column slabs with one
-partial sum per program and a fixed order of addition: nothing is atomic, and no float32 tensor of [T, D]
-exists.
+float32 factors are split into two 16-bit parts, which leave 2^-17 of them, so that the products run on
+tensor cores; V and X are 16-bit already, and the queries are split once, before the launch. The gradient of
+the queries, sum_t A V, is a second kernel over column slabs with one partial sum per program and a fixed
+order of addition: nothing is atomic, and no float32 tensor of [T, D] exists.
 
 Saved: sources, queries and the scores [T, n, S] (120 bytes a token for n = 5, S = 6, against 23 kB of
 sources).
@@ -58,6 +59,12 @@ from earlyfusion.kernels.segments import check_shapes, check_sources, check_tens
 
 # Sources are separate tensors: stacking them would cost a pass over all of them per block.
 MOST_SOURCES = 128  # the backward takes three pointers each, and a kernel's arguments may take 4 kB
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b of operands as stored."""
+    return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -111,38 +118,44 @@ def load_columns(rows, ok, col, D: constexpr):
 
 
 @triton.jit
-def phase1_forward(sources, outs, qw_SD, lse_ST, scores_TnS, inverse_Tn, T, eps, S: constexpr):
+def phase1_forward(sources, outs, qw_PSD, lse_ST, scores_TnS, inverse_Tn, T, eps, S: constexpr):
     first = tl.program_id(0).to(tl.int64) * S.BT
     i_R, t_R, ok_R, v_R = source_rows(sources, first, T, S)
     s_M, t_M, ok_M = query_rows(first, T, S)
+    s_S, t_T, i_N = tl.arange(0, S.SP), first + tl.arange(0, S.BT), tl.arange(0, S.NP)
     R: constexpr = S.BT * S.NP
-    M: constexpr = S.BT * S.SP
     BD: constexpr = S.BD
+    SP: constexpr = S.SP
+    PARTS: constexpr = S.PARTS
     # Norms and scores in one walk over D.
-    square_RB, s_MR = tl.zeros([R, BD], tl.float32), tl.zeros([M, R], tl.float32)
+    square_RB, s_SR = tl.zeros([R, BD], tl.float32), tl.zeros([SP, R], tl.float32)
     for d in range(0, S.D, BD):
         col = d + tl.arange(0, BD)
         v = load_columns(v_R, ok_R, col, S.D)
-        qw = load_columns(qw_SD + s_M * S.D, s_M < S.S, col, S.D)
-        s_MR += dot_parts(qw.to(tl.float32), tl.trans(v), 3)
+        for part in tl.static_range(PARTS):
+            qw = load_columns(qw_PSD + (part * S.S + s_S) * S.D, s_S < S.S, col, S.D)
+            s_SR = dot(qw, tl.trans(v), s_SR)
         wide = v.to(tl.float32)
         square_RB += wide * wide
 
     # Softmax over the sources of the same token.
     r_R = tl.rsqrt(tl.sum(square_RB, axis=1) / S.D + eps)
-    s_MR *= r_R[None, :]
-    # Rows of other tokens share the product and are masked out of the softmax.
-    own_MR = (t_M[:, None] == t_R[None, :]) & (i_R < S.N)[None, :]
-    top_M = tl.max(tl.where(own_MR, s_MR, float("-inf")), axis=1)
-    p_MR = tl.where(own_MR, tl.exp(s_MR - top_M[:, None]), 0.0)
-    total_M = tl.sum(p_MR, axis=1)
-    p_MR /= total_M[:, None]
-    tl.store(lse_ST + s_M * T + t_M, top_M + tl.log(total_M), mask=ok_M)
+    s_SR *= r_R[None, :]
     tl.store(inverse_Tn + t_R * S.N + i_R, r_R, mask=ok_R)
-    at_MR = (t_R * S.N + i_R)[None, :] * S.S + s_M[:, None]
-    tl.store(scores_TnS + at_MR, s_MR, mask=own_MR & ok_M[:, None] & ok_R[None, :])
+    at_SR = (t_R * S.N + i_R)[None, :] * S.S + s_S[:, None]
+    tl.store(scores_TnS + at_SR, s_SR, mask=ok_R[None, :] & (s_S < S.S)[:, None])
+    s_STN = tl.where((i_N < S.N)[None, None, :], tl.reshape(s_SR, [SP, S.BT, S.NP]), float("-inf"))
+    top_ST = tl.max(s_STN, axis=2)
+    p_STN = tl.exp(s_STN - top_ST[:, :, None])
+    total_ST = tl.sum(p_STN, axis=2)
+    p_STN /= total_ST[:, :, None]
+    keep_ST = (s_S < S.S)[:, None] & (t_T < T)[None, :]
+    tl.store(lse_ST + s_S[:, None] * T + t_T[None, :], top_ST + tl.log(total_ST), mask=keep_ST)
 
-    # The mixtures: this walk finds the rows in the cache.
+    # The mixtures: rows (token, query), zero for the sources of other tokens. This walk finds the rows in the
+    # cache.
+    same = tl.arange(0, S.BT)[:, None, None, None] == tl.arange(0, S.BT)[None, None, :, None]
+    p_MR = tl.reshape(tl.where(same, p_STN[None, :, :, :], 0.0), [S.BT * SP, R])
     o_M = pick(outs, s_M, S.S) + t_M * S.D
     for d in range(0, S.D, BD):
         col = d + tl.arange(0, BD)
@@ -157,7 +170,7 @@ def phase1_backward(
     douts,
     laters,
     dsources,
-    qw_SD,
+    qw_PSD,
     lse_ST,
     dlse_ST,
     scores_TnS,
@@ -192,15 +205,20 @@ def phase1_backward(
     c_R = tl.sum(a_MR * s_MR, axis=0) * r_R / S.D
     tl.store(a_TnS + at_MR, a_MR, mask=own_MR)
 
-    # Small matrices: what multiplies D columns is either 16-bit as stored, or a handful of coefficients.
-    p_RM, a_RM = tl.trans(p_MR), tl.trans(a_MR)
+    # What multiplies D columns is either 16-bit as stored, or a handful of coefficients; those of the
+    # queries, which all tokens share, without the zeros of other tokens.
+    SP: constexpr = S.SP
+    PARTS: constexpr = S.PARTS
+    p_RM, a_RS = tl.trans(p_MR), tl.trans(tl.sum(tl.reshape(a_MR, [S.BT, SP, R]), axis=0))
+    s_S = tl.arange(0, SP)
     dv_R = pick(dsources, i_R, S.N) + t_R * S.D
     for d in range(0, S.D, S.BD):
         col = d + tl.arange(0, S.BD)
         v, x = load_columns(v_R, ok_R, col, S.D), load_columns(x_M, ok_M, col, S.D)
-        qw = load_columns(qw_SD + s_M * S.D, ok_M, col, S.D).to(tl.float32)
         dv = dot_parts(p_RM, x, 2)
-        dv = tl.dot(a_RM, qw, dv, input_precision="tf32x3")
+        for part in tl.static_range(PARTS):
+            qw = load_columns(qw_PSD + (part * S.S + s_S) * S.D, s_S < S.S, col, S.D)
+            dv += dot_parts(a_RS, qw, 2)
         dv -= c_R[:, None] * v.to(tl.float32)
         if laters is not None:
             later_R = pick(laters, i_R, S.N) + t_R * S.D
@@ -240,25 +258,35 @@ class Sizes(NamedTuple):
     SP: int
     BT: int  # tokens and columns of a tile
     BD: int
+    PARTS: int  # of the queries
 
-    def launch(self, stages: int) -> dict[str, Any]:
+    def launch(self, stages: int, warps: int) -> dict[str, Any]:
         """Options of a launch; more warps where the tiles are large, so that they stay in registers."""
-        warps = 4 if self.BT * max(self.NP, self.SP) <= 32 else 8
+        largest = self.BT * max(self.NP, self.SP)
+        # One product of 16 x 16 is one warp's work: more would compute it again.
+        warps = warps if largest <= 32 else 4 if largest <= 64 else 8
         return {"S": self, "num_warps": warps, "num_stages": stages}
 
 
-def tiles(sources: int, queries: int, width: int) -> Sizes:
+def tiles(sources: int, queries: int, width: int, parts: int) -> Sizes:
     """Powers of two, at least 16 rows on either side, columns that divide the width where possible."""
     # 16 rows on either side are the least that a product takes.
-    rows = max(8, power_of_two(sources))
-    tokens = 2 if rows <= 16 else 1
-    columns = max(power_of_two(queries), 16 // tokens)
+    rows, columns = max(8, power_of_two(sources)), max(16, power_of_two(queries))
+    tokens = 2 if rows == 8 else 1
     larger, most = tokens * max(rows, columns), 32
     if larger <= 32:
         most = 128
     elif larger <= 128:
         most = 64
-    return Sizes(sources, queries, width, rows, columns, tokens, column_tile(width, most))
+    return Sizes(sources, queries, width, rows, columns, tokens, column_tile(width, most), parts)
+
+
+def query_parts(qw_SD: Tensor, dtype: torch.dtype) -> Tensor:
+    """[P, S, D] in the dtype of the sources, whose sum is the queries: two parts of 16 bit, or themselves."""
+    if dtype.itemsize == 4:
+        return qw_SD.to(dtype)[None].contiguous()
+    high_SD = qw_SD.to(dtype)
+    return torch.stack([high_SD, (qw_SD - high_SD.to(qw_SD.dtype)).to(dtype)])
 
 
 class _Phase1(torch.autograd.Function):
@@ -275,13 +303,13 @@ class _Phase1(torch.autograd.Function):
         lse_ST = base.new_empty(queries, tokens, dtype=torch.float32)
         scores_TnS = base.new_empty(tokens, count, queries, dtype=torch.float32)
         inverse_Tn = base.new_empty(tokens, count, dtype=torch.float32)
-        sizes = tiles(count, queries, width)
+        parts_PSD = query_parts(qw_SD, base.dtype)
+        sizes = tiles(count, queries, width, parts_PSD.shape[0])
         if tokens:
-            # Queries are split into three parts per tile; narrower tiles keep it at 128 registers.
-            narrow = sizes._replace(BD=min(64, sizes.BD))
+            made = lse_ST, scores_TnS, inverse_Tn, tokens, eps
             with on_device(base):
                 phase1_forward[(triton.cdiv(tokens, sizes.BT),)](
-                    sources, outs, qw_SD, lse_ST, scores_TnS, inverse_Tn, tokens, eps, **narrow.launch(3)
+                    sources, outs, parts_PSD, *made, **sizes.launch(3, warps=1)
                 )
 
         ctx.save_for_backward(qw_SD, lse_ST, scores_TnS, inverse_Tn, *sources)
@@ -315,13 +343,14 @@ class _Phase1(torch.autograd.Function):
         split = max(1, triton.cdiv(tokens, max(1, min(most, triton.cdiv(tokens, slab.BT)))))
         partial_PSD = qw_SD.new_empty(triton.cdiv(tokens, split), *qw_SD.shape, dtype=torch.float32)
         if tokens:
-            made = qw_SD, lse_ST, dlse_ST, scores_TnS, inverse_Tn, a_TnS, tokens
+            parts_PSD = query_parts(qw_SD, sources[0].dtype)
+            made = parts_PSD, lse_ST, dlse_ST, scores_TnS, inverse_Tn, a_TnS, tokens
             with on_device(qw_SD):
                 phase1_backward[(triton.cdiv(tokens, sizes.BT),)](
-                    sources, douts, laters, dsources, *made, **sizes.launch(2)
+                    sources, douts, laters, dsources, *made, **sizes.launch(2, warps=2)
                 )
                 query_gradient[(slabs, partial_PSD.shape[0])](
-                    sources, a_TnS, partial_PSD, tokens, split, **slab.launch(2)
+                    sources, a_TnS, partial_PSD, tokens, split, **slab.launch(2, warps=2)
                 )
         return partial_PSD.sum(dim=0).to(qw_SD.dtype), None, *dsources
 

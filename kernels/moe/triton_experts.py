@@ -10,9 +10,9 @@ leave at once. So the host never learns the loads.
     y_row = a W_down^T                                    grouped product (torch's where it exists, else
                                                           Triton)
     y_t = sum_j y_row(t, j)                               in choice order, float32
-    backward: dy is gathered inside the products that read it; the activation, its gradient and the router
-    weight's are one pass over rows; weight gradients are one program per output tile, walking over the
-    expert's rows
+    backward: the activation, its gradient and the router weight's are one pass over rows; weight gradients
+    are torch's grouped products of gathered rows, or, where it has none, one program per output tile
+    that gathers while it walks over the expert's rows
 
 A row's result depends on its own entries and the tile sizes only: other tokens of the batch cannot change it.
 An expert id outside [0, E) gives NaN for its token, never a read outside the weights.
@@ -38,6 +38,8 @@ from earlyfusion.kernels.moe import grouped
 from earlyfusion.kernels.moe.naive import Situ
 from earlyfusion.kernels.products import compute_dtype
 from earlyfusion.kernels.segments import FLOATS, check_experts, check_tensors
+
+CLEARED = 1 << 16  # entries that a program of `clear_idle` sets
 
 
 # It travels into the kernels whole.
@@ -181,6 +183,16 @@ def grouped_outer(
 
 
 @triton.jit
+def clear_idle(out, ends_E, SIZE, BLOCK: constexpr):
+    """Zeros in the matrices of experts without rows; the others' programs leave at once."""
+    expert = tl.program_id(0).to(tl.int64)
+    start = tl.load(ends_E + expert - 1, mask=expert > 0, other=0)
+    if start == tl.load(ends_E + expert):
+        at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + expert * SIZE + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
 def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: constexpr, BF: constexpr):
     """dh, the weighted activation (for the down gradient) and the gradient of the row's router weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -260,12 +272,16 @@ def _launch(
     kernel[grid](*tensors, **constants, BM=plan.rows_tile, **sizes, num_warps=warps, num_stages=3)
 
 
+def _grouped_mm(rows: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped product takes them; it is the quicker one for rows that need no gather."""
+    aligned = rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return rows.is_cuda and aligned and hasattr(F, "grouped_mm")
+
+
 def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tensor:
     """[R, B]: rows [R or T, A] times the transposed [B, A] matrix of their expert (a view of any layout)."""
     _, width, depth = weight_EBA.shape
-    # torch's grouped product is the quicker one for rows that need no gather, where it takes the operands.
-    aligned = rows.dtype == torch.bfloat16 and width % 8 == 0 and depth % 8 == 0
-    if rows.is_cuda and not gather and aligned and hasattr(F, "grouped_mm"):
+    if not gather and _grouped_mm(rows, width, depth):
         return F.grouped_mm(rows, weight_EBA.transpose(1, 2), offs=plan.ends_E)
     out_RB, sizes = rows.new_empty(plan.pair_R.shape[0], width), _tiles(width, depth, rows.dtype)
     tensors = rows, plan, weight_EBA, out_RB, *weight_EBA.stride()
@@ -276,6 +292,17 @@ def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tens
 def _outer(left: Tensor, right: Tensor, plan: Plan, gather_left: bool) -> Tensor:
     """[E, B, A]: left^T right over the rows of every expert; one of the two is indexed by token."""
     experts, width, depth = plan.ends_E.shape[0], left.shape[1], right.shape[1]
+    if _grouped_mm(left, width, depth):
+        token_R = plan.pair_R // plan.choices
+        # Twice the speed of a kernel that gathers while it multiplies, for one copy of the rows.
+        left = left.index_select(0, token_R) if gather_left else left
+        right = right if gather_left else right.index_select(0, token_R)
+        out_EBA = F.grouped_mm(left.T, right, offs=plan.ends_E)
+        # It leaves an expert without rows as it found the memory.
+        clear_idle[(experts, triton.cdiv(width * depth, CLEARED))](
+            out_EBA, plan.ends_E, width * depth, BLOCK=CLEARED
+        )
+        return out_EBA
     out_EBA = left.new_empty(experts, width, depth)
     wide, deep = (_tiles(size, size, left.dtype)["BN"] for size in (width, depth))
     sizes = {"B": width, "A": depth, "GATHER_LEFT": gather_left, "BN": wide, "BA": deep, "BK": 32}

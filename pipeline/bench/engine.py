@@ -288,6 +288,8 @@ def step_cost(model: NativeFusion, context: int, steps: int) -> tuple[float, flo
     runner.length_S[1] = context
     runner.table_SP[1, :pages] = torch.randperm(pages, generator=generator, device=runner.device) + 1
     runner.last_S.fill_(7)
+    # No token ends the sequence: a graph lets what has ended stand still.
+    runner.end_S[1], runner.stops_SK[1] = torch.iinfo(torch.int64).max, -1
 
     # A step as the runner takes it: slots filled up to a bucket, slot 0 is a dummy.
     slots = torch.zeros(runner.bucket(1), dtype=torch.int64, device=runner.device)
@@ -302,6 +304,8 @@ def step_cost(model: NativeFusion, context: int, steps: int) -> tuple[float, flo
             else:
                 runner.decode_step(slots, context + 1, needs, runner.banned, 1)
             seconds.append(now() - start)
+            if int(runner.length_S[1]) != context + 1:
+                raise RuntimeError(f"a step at {context} tokens did not advance: nothing was timed")
             runner.length_S[1] = context
     # The first one compiles, or captures a graph.
     return statistics.median(seconds[1:]), held / 2**20

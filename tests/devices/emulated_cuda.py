@@ -257,6 +257,11 @@ def _compute(func, args, kwargs):
         if args[0].dtype not in HALF or args[0].dtype != args[1].dtype or args[2] != torch.float32:
             raise RuntimeError(f"{name}: {args[0].dtype} x {args[1].dtype} -> {args[2]} is not supported")
         return getattr(aten, name.split(".")[1]).default(args[0].to(args[2]), args[1].to(args[2]))
+    if name == "aten.addmm.dtype_out":
+        total, left, right, wide = args
+        if left.dtype not in HALF or left.dtype != right.dtype or not wide == total.dtype == torch.float32:
+            raise RuntimeError(f"{name}: {total.dtype} + {left.dtype} x {right.dtype} is not supported")
+        return kwargs["out"].copy_(aten.addmm.default(total, left.to(wide), right.to(wide)))
     return func(*args, **kwargs)
 
 

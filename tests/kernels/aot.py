@@ -232,6 +232,11 @@ def compile_operation(
         # What the launcher does by itself with an argument of 1.
         if ones:
             args = tuple(1 if type(x) is int else x for x in args)
+        # Triton up to 3.6 hands on nothing else of a named tuple of constants: see launch.constant.
+        plain = int, float, triton.language.dtype, triton.language.constexpr
+        for constants in (value for value in options.values() if isinstance(value, tuple)):
+            strays = [part for part in constants if not isinstance(part, plain)]
+            assert not strays, f"{self.__name__}: {strays} are no numbers; wrap them in launch.constant"
         kernel = original(self, *args, grid=grid, warmup=True, **{**options, **overrides})
         made.setdefault(id(kernel), (name, kernel))  # Triton gives the same object for the same launch
 

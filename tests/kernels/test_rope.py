@@ -6,7 +6,7 @@ import torch
 from cases import Form, forms, needs_interpreter, poisoned_empties, randn, relative_error
 
 from earlyfusion.kernels.attention import naive, tiles, varlen
-from earlyfusion.kernels.attention.triton import flash
+from earlyfusion.kernels.attention.triton import decode
 from earlyfusion.kernels.attention.triton import rope as triton_rope
 
 ROPE = forms(
@@ -41,8 +41,8 @@ def test_values_are_a_view_not_a_copy():
 
 DECODE = forms(
     torch=Form(tiles.mla_decode, torch.float64, 1e-10),
-    triton=Form(flash.mla_decode, torch.float32, 1e-5),
-    triton16=Form(flash.mla_decode, torch.float16, 5e-3),
+    triton=Form(decode.mla_decode, torch.float32, 1e-5),
+    triton16=Form(decode.mla_decode, torch.float16, 5e-3),
 )
 
 

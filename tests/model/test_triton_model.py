@@ -39,7 +39,7 @@ CALLED = {
 
 ENGINE = {
     "kda.decode:decode",
-    "attention.triton.flash:mla_decode",
+    "attention.triton.decode:mla_decode",
     "attention.triton.flash:attention_append",
 }
 

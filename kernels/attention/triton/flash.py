@@ -20,16 +20,6 @@ head exceeds tau, leave before they load a query. So where nothing is clipped a 
 launches over the log-sum-exps, and the host goes on. Every program writes one partial maximum: no atomics.
 
 Legend: T tokens, H heads, D key dim, P query tiles, BM query rows, BN keys of a tile.
-
-Absorbed latent attention of one decode step on a GPU: pages read in place, long sequences split over
-programs.
-
-All heads of a sequence share keys and values, so a program takes 16 heads and walks over the rows of its
-share of the sequence; a row is read once for both products. Shares are joined by their log-sum-exps. The grid
-depends on shapes only, never on the lengths, so a step can be captured in a CUDA graph.
-
-Legend: B sequences, H heads, R latent width, S rows of a page, N most pages of a sequence, X shares of a
-sequence.
 """
 
 from __future__ import annotations
@@ -44,15 +34,13 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 from earlyfusion.kernels.attention import varlen
-from earlyfusion.kernels.launch import hardware, on_device, power_of_two
+from earlyfusion.kernels.launch import constant, hardware, on_device, power_of_two
 from earlyfusion.kernels.products import compute_dtype
 from earlyfusion.kernels.segments import (
     FLOATS,
-    INTEGERS,
     Segments,
     check_append,
     check_attention,
-    check_decode,
     check_shapes,
     check_tensors,
 )
@@ -75,8 +63,8 @@ class Sizes(NamedTuple):
 
     H: int
     CAUSAL: bool
-    K: Dim
-    V: Dim
+    K: Any  # Dim, as a `constant`
+    V: Any
     BM: int
     BN: int
 
@@ -357,6 +345,7 @@ def launch_sizes(
 
     longest: tokens of the longest document."""
     heads, key_dim, value_dim, arch = q.shape[1], q.shape[2], v.shape[2], hardware(q.device).arch
+    stages = 2
     if q.dtype == torch.float32:
         rows, keys, warps = 32, 32, 4
     elif arch < 90 and backward:  # operands live in registers there, where 192 columns leave room for 16 keys
@@ -367,13 +356,15 @@ def launch_sizes(
         rows, keys, warps = 64, 64, 8
     else:
         rows, keys, warps = 128, 64, 8
+        # As many as shared memory holds.
+        stages = 3 if key_dim + value_dim <= 320 else 2
     # Short documents: tiles larger than the longest would idle.
     short = max(16, power_of_two(longest))
     rows, keys = min(rows, short), min(keys, short)
-    dims = split_dim(key_dim), split_dim(value_dim)
-    sizes = Sizes(heads, causal, *dims, rows, keys)
+    K, V = (constant(split_dim(width), flash_forward) for width in (key_dim, value_dim))
+    sizes = Sizes(heads, causal, K, V, rows, keys)
     strides = Strides(*[stride for x in (q, k, v) for stride in x.stride()[:2]])
-    return sizes, strides, {"num_warps": warps if rows > 32 else 4, "num_stages": 2}
+    return sizes, strides, {"num_warps": warps if rows > 32 else 4, "num_stages": stages}
 
 
 def query_tiles(
@@ -434,7 +425,7 @@ class FlashAttention(torch.autograd.Function):
         # The same table at another tile height: which rows a tile covers does not say what is in them.
         by_key = query_tiles(segments, sizes.BN, q.device)
         by_query = query_tiles(segments, sizes.BM, q.device)
-        rows, width = lse.numel(), sizes.V.ALL
+        rows, width = lse.numel(), v.shape[2]
         last = scale, strides
         with on_device(q):
             row_dots[(triton.cdiv(rows, 16),)](
@@ -590,130 +581,3 @@ def max_logit(
         )
     # Below tau the bound is the answer: QK-Clip only compares.
     return torch.where((bound_H > tau).any(), best_PH.amax(dim=0), bound_H)
-
-
-HEADS, KEYS = 16, 32
-
-
-@triton.jit
-def decode_share(
-    query_BHR,
-    pages_PSR,
-    table_BN,
-    lengths_B,
-    mixed_XBHr,
-    lse_XBH,
-    scale,
-    B,
-    N,
-    PAGES,
-    share,
-    H: constexpr,
-    S: constexpr,
-    R: constexpr,
-    RANK: constexpr,
-    REST: constexpr,
-    BH: constexpr,
-    BN: constexpr,
-):
-    b, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    ok_h = head < H
-    # A length beyond the table would read pages of nobody.
-    length = tl.minimum(tl.load(lengths_B + b), N * S)
-    begin = part * share
-    stop = tl.minimum(begin + share, length)
-    q_row = b * H + head
-    q = load_halves(query_BHR, q_row, R, ok_h, RANK)
-    q_rest = q[0]
-    # Without a shared part a latent row is its value.
-    if REST > 0:
-        q_rest = load(query_BHR, q_row, R, ok_h, RANK.ALL, REST, R)
-    m, l = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
-    acc = zero_halves(BH, RANK)
-    for first in range(begin, stop, BN):
-        token = first + tl.arange(0, BN)
-        ok = token < stop
-        page = tl.load(table_BN + b * N + token // S, mask=ok, other=0).to(tl.int64)
-        # An index that is no page is not read; its logits are -inf.
-        ok = ok & (page >= 0) & (page < PAGES)
-        row = page * S + token % S
-        k_a, k_b = load_halves(pages_PSR, row, R, ok, RANK)
-        k = k_a.to(q[0].dtype), k_b.to(q[0].dtype)
-        s = inner(q, k, RANK)
-        if REST > 0:
-            k_rest = load(pages_PSR, row, R, ok, RANK.ALL, REST, R)
-            s = dot(q_rest, tl.trans(k_rest.to(q[0].dtype)), s)
-        s = tl.where(ok[None, :], s * (scale * LOG2E), float("-inf"))
-
-        # Online softmax; before the first key that counts there is no maximum to shrink by.
-        new = tl.maximum(m, tl.max(s, axis=1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p, shrink = tl.exp2(s - base[:, None]), tl.exp2(m - base)
-        l = l * shrink + tl.sum(p, axis=1)
-        m = new
-        acc = acc[0] * shrink[:, None], acc[1] * shrink[:, None]
-        acc = add_product(acc, p.to(q[0].dtype), k, RANK)
-    safe = tl.where(l > 0, l, 1.0)
-    out_row = part * (B * H) + b * H + head
-    mixed = acc[0] / safe[:, None], acc[1] / safe[:, None]
-    store_halves(mixed_XBHr, out_row, RANK.ALL, ok_h, mixed, RANK)
-    tl.store(lse_XBH + out_row, tl.where(l > 0, (m + tl.log2(safe)) * LN2, float("-inf")), mask=ok_h)
-
-
-def mla_decode(
-    query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
-) -> Tensor:
-    """See :func:`earlyfusion.kernels.attention.naive.mla_decode`. A page number outside the pages is not
-    read.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or layouts do not fit, or a latent row is wider than 1024.
-    """
-    check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
-    if not query_BHR.numel():
-        return torch.empty_like(query_BHR[..., :rank])
-    check_tensors("mla_decode", query_BHR, query_BHR=query_BHR, pages_PSR=pages_PSR)
-    check_tensors("mla_decode", query_BHR, INTEGERS, table_BN=table_BN, lengths_B=lengths_B)
-    batch, heads, width = query_BHR.shape
-    if width > 1024:
-        raise ValueError(f"mla_decode: query_BHR has latent width {width}; the kernel takes at most 1024")
-    rest = max(16, power_of_two(width - rank)) if width > rank else 0
-    tiles = triton.cdiv(heads, HEADS)
-    # Two programs a multiprocessor hide each other's loads; a share has at least 256 tokens.
-    wanted = 2 * hardware(query_BHR.device).multiprocessors // (batch * tiles)
-    most = table_BN.shape[1] * pages_PSR.shape[1]
-    share = max(256 if query_BHR.is_cuda else KEYS, -(-most // max(1, wanted)))
-    share = -(-share // KEYS) * KEYS
-    count = max(1, -(-most // share))
-    mixed_XBHr = query_BHR.new_empty(count, batch, heads, rank, dtype=torch.float32)
-    lse_XBH = query_BHR.new_empty(count, batch, heads, dtype=torch.float32)
-    with on_device(query_BHR):
-        decode_share[(batch, tiles, count)](
-            query_BHR,
-            pages_PSR,
-            table_BN,
-            lengths_B,
-            mixed_XBHr,
-            lse_XBH,
-            scale,
-            batch,
-            table_BN.shape[1],
-            pages_PSR.shape[0],
-            share,
-            H=heads,
-            S=pages_PSR.shape[1],
-            R=width,
-            RANK=split_dim(rank),
-            REST=rest,
-            BH=HEADS,
-            BN=KEYS,
-            num_warps=4,
-            num_stages=2,
-        )
-    # One share is already the answer.
-    if count == 1:
-        return mixed_XBHr[0].to(query_BHR.dtype)
-    # Shares join by their log-sum-exps; one without tokens has -inf and no weight.
-    weight_XBH = torch.where(lse_XBH == float("-inf"), 0.0, lse_XBH.softmax(dim=0))
-    return (mixed_XBHr * weight_XBH[..., None]).sum(dim=0).to(query_BHR.dtype)

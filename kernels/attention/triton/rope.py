@@ -2,14 +2,16 @@
 is.
 
 Forward traffic per token and head: 4 D elements (read q, k; write q, k) instead of about 14 with float32
-complex temporaries. Backward: one kernel turns dq and dk back and writes the whole dqkv, where autograd would
-concatenate. A head dim is cut into two power-of-two tiles (72 = 64 + 16).
+complex temporaries. Backward: one kernel turns dq and dk back and writes the whole dqkv, where autograd
+would concatenate. A program takes columns of a token's whole row, whichever heads they belong to: nothing is
+padded, and the angles that heads share come from the cache.
 
-Legend: T tokens (patches), H heads, D head dim, C = D / 2 pairs, BT tokens of a tile.
+Legend: T tokens (patches), H heads, D head dim, C = D / 2 pairs, BT tokens and BC columns of a tile.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,42 +22,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
-from earlyfusion.kernels.attention.triton.flash import split_dim
-from earlyfusion.kernels.launch import on_device
+from earlyfusion.kernels.launch import column_tile, on_device
 from earlyfusion.kernels.segments import check_qkv, check_tensors
 
-ROWS = 16
-
-
-@triton.jit
-def turn(
-    source,
-    target,
-    turns,
-    token,
-    ok,
-    stride_source,
-    stride_target,
-    FIRST: constexpr,
-    TILE: constexpr,
-    D: constexpr,
-    BT: constexpr,
-    SIGN: constexpr,
-):
-    """target = source turned; channels FIRST .. FIRST + TILE of every token."""
-    col, pair = FIRST + tl.arange(0, TILE), FIRST // 2 + tl.arange(0, TILE // 2)
-    keep = ok[:, None] & (col < D)[None, :]
-    # Two adjacent channels are the real and the imaginary part.
-    x = tl.load(source + token[:, None] * stride_source + col[None, :], mask=keep, other=0.0).to(tl.float32)
-    at = turns + token[:, None] * D + 2 * pair[None, :]
-    inside = ok[:, None] & (2 * pair < D)[None, :]
-    cos = tl.load(at, mask=inside, other=1.0)
-    sin = tl.load(at + 1, mask=inside, other=0.0) * SIGN
-    even, odd = tl.split(tl.reshape(x, [BT, TILE // 2, 2]))
-    out = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BT, TILE])
-    tl.store(
-        target + token[:, None] * stride_target + col[None, :], out.to(target.dtype.element_ty), mask=keep
-    )
+ROWS, COLUMNS = 16, 128
 
 
 @triton.jit
@@ -70,39 +40,58 @@ def rope(
     T,
     source: constexpr,
     target: constexpr,
-    H: constexpr,
-    X: constexpr,
+    WIDTH: constexpr,
+    D: constexpr,
+    VECTOR: constexpr,
     BT: constexpr,
+    BC: constexpr,
     SIGN: constexpr,
 ):
-    """q_out and k_out [T, H, D] are q and k turned; with ``v`` it is copied. source, target: elements from
-    token to token."""
+    """q_out and k_out [T, H D] are q and k turned; v, if there is one, is copied. Grid (T / BT, H D / BC, 2
+    or 3). source, target: elements from token to token. VECTOR divides D: the angles of as many columns are
+    neighbours."""
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    place = tl.program_id(1) * X.ALL
-    ok = token < T
-    for part in tl.static_range(2):
-        x, out = (k if part else q) + place, (k_out if part else q_out) + place
-        turn(x, out, turns, token, ok, source, target, 0, X.A, X.ALL, BT, SIGN)
-        if X.B > 0:
-            turn(x, out, turns, token, ok, source, target, X.A, X.B, X.ALL, BT, SIGN)
-    # The gradient of v goes straight into its third of dqkv.
-    if v is not None:
-        for first in tl.static_range(0, X.A + X.B, 16):
-            col = first + tl.arange(0, 16)
-            keep = ok[:, None] & (col < X.ALL)[None, :]
-            x = tl.load(v + place + token[:, None] * source + col[None, :], mask=keep, other=0.0)
-            tl.store(v_out + place + token[:, None] * target + col[None, :], x, mask=keep)
+    col, part = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(2)
+    keep = (token < T)[:, None] & (col < WIDTH)[None, :]
+    from_at, to_at = token[:, None] * source + col[None, :], token[:, None] * target + col[None, :]
+    if part == 2:
+        # The gradient of v goes straight into its third of dqkv.
+        if v is not None:
+            tl.store(v_out + to_at, tl.load(v + from_at, mask=keep, other=0.0), mask=keep)
+    else:
+        x_at, out_at = q + from_at, q_out + to_at
+        if part == 1:
+            x_at, out_at = k + from_at, k_out + to_at
+        x = tl.load(x_at, mask=keep, other=0.0).to(tl.float32)
+        # Two adjacent channels are the real and the imaginary part, two adjacent numbers cosine and sine.
+        angle = tl.max_contiguous(tl.multiple_of(col % D, VECTOR), VECTOR)
+        turn = tl.load(turns + token[:, None] * D + angle[None, :], mask=keep, other=0.0)
+        even, odd = tl.split(tl.reshape(x, [BT, BC // 2, 2]))
+        cos, sin = tl.split(tl.reshape(turn, [BT, BC // 2, 2]))
+        sin *= SIGN
+        out = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BT, BC])
+        tl.store(out_at, out.to(q_out.dtype.element_ty), mask=keep)
 
 
 def _launch(qkv: Sequence[Tensor | None], outs: Sequence[Tensor | None], turns: Tensor, sign: int) -> None:
-    """Over all tokens and heads of three [T, H, D]."""
+    """Over all tokens and columns of three [T, H, D]."""
     assert qkv[0] is not None and outs[0] is not None
     tokens, heads, dim = qkv[0].shape
     if tokens:
-        grid, steps = (triton.cdiv(tokens, ROWS), heads), (qkv[0].stride(0), outs[0].stride(0))
+        columns, parts = column_tile(heads * dim, COLUMNS), 2 if qkv[2] is None else 3
+        grid = triton.cdiv(tokens, ROWS), triton.cdiv(heads * dim, columns), parts
+        sizes = {"WIDTH": heads * dim, "D": dim, "VECTOR": math.gcd(dim, 8), "BT": ROWS, "BC": columns}
         with on_device(turns):
             rope[grid](
-                *qkv, *outs, turns, tokens, *steps, H=heads, X=split_dim(dim), BT=ROWS, SIGN=sign, num_warps=4
+                *qkv,
+                *outs,
+                turns,
+                tokens,
+                qkv[0].stride(0),
+                outs[0].stride(0),
+                **sizes,
+                SIGN=sign,
+                num_warps=4,
             )
 
 

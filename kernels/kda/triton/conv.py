@@ -13,6 +13,8 @@ Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels
 tile of one program.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (tuples grow in the device code)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ from earlyfusion.kernels.kda import conv
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import FLOATS, Segments, check_conv, check_tensors
 
-TILE_C = 64
+TILE_T, TILE_C = 16, 128
+STRIP, STRIP_C, AHEAD = 64, 128, 4  # rows and channels of a program of the backward, rows loaded at once
 
 
 class Row(NamedTuple):
@@ -80,55 +83,84 @@ def conv_forward(row, y, W: constexpr, BT: constexpr, BC: constexpr):
 
 
 @triton.jit
-def conv_backward(row, dy, dx, dweight, W: constexpr, BT: constexpr, BC: constexpr):
-    """dx [T, C] and this tile's share of dweight, float32 [programs, W, C].
+def conv_backward(row, dy, dx, dweight, W: constexpr, BC: constexpr, STRIP: constexpr, AHEAD: constexpr):
+    """dx [T, C] and this strip's share of dweight, float32 [strips, W, C].
 
-    x_t enters z_{t + s} with tap W - 1 - s, if t + s is in the same document, that is if its position is at
-    least s.
+    A program walks down a strip of rows and keeps, of the last W - 1, what the next rows still need: x, and
+    dx as far as it is summed. So every pre-activation is computed once. x_t enters z_{t + s} with tap
+    W - 1 - s, if the position of t + s in its document is at least s. AHEAD rows are loaded before the first
+    is used.
     """
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    start = tl.program_id(0) * STRIP
+    end = tl.minimum(start + STRIP, row.T)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside_c = c < row.C
-    here = (t < row.T)[:, None] & inside_c[None, :]
-    at = row.x + t.to(tl.int64)[:, None] * row.stride + c[None, :]
-    x_tc = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    dx_tc = tl.zeros([BT, BC], tl.float32)
+    inside = c < row.C
+    none = tl.zeros([BC], tl.float32)
+    taps, before, sums, shares = (), (), (), (none,)
+    for w in tl.static_range(W):
+        taps += (tl.load(row.weight + c * W + w, mask=inside, other=0.0).to(tl.float32),)
+    # The newest first.
+    for w in tl.static_range(W - 1):
+        t = start - 1 - w
+        at = row.x + t.to(tl.int64) * row.stride + c
+        before += (tl.load(at, mask=inside & (t >= 0), other=0.0).to(tl.float32),)
+        sums += (none,)
+        shares += (none,)
+
+    # W - 1 rows behind the strip still read its last ones.
+    for first in range(start, end + W - 1, AHEAD):
+        xs, dys, places = (), (), ()
+        for ahead in tl.static_range(AHEAD):
+            t = first + ahead
+            there = inside & (t < row.T)
+            xs += (tl.load(row.x + t.to(tl.int64) * row.stride + c, mask=there, other=0.0).to(tl.float32),)
+            dys += (tl.load(dy + t.to(tl.int64) * row.C + c, mask=there, other=0.0).to(tl.float32),)
+            places += (tl.load(row.position + t, mask=t < row.T, other=-1),)
+        for ahead in tl.static_range(AHEAD):
+            t, place = first + ahead, places[ahead]
+            window = (xs[ahead],) + before
+            z = none
+            for s in tl.static_range(W):
+                z += tl.where(place >= s, window[s], 0.0) * taps[W - 1 - s]
+            gate = tl.sigmoid(z)
+            dz = dys[ahead] * (gate * (1.0 + z * (1.0 - gate)))
+            # Rows behind the strip belong to the next one's share.
+            mine = tl.where(t < end, dz, 0.0)
+            summed, shared = (), ()
+            for s in tl.static_range(W):
+                reached = place >= s
+                part = tl.where(reached, dz, 0.0) * taps[W - 1 - s]
+                if s > 0:
+                    part += sums[s - 1]
+                summed += (part,)
+                shared += (shares[s] + tl.where(reached, mine, 0.0) * window[s],)
+            shares, sums, before = shared, summed[: W - 1], window[: W - 1]
+            # No later row reads this one.
+            done = t - (W - 1)
+            at = dx + done.to(tl.int64) * row.C + c
+            tl.store(at, summed[W - 1].to(dx.dtype.element_ty), mask=inside & (done >= start) & (done < end))
     for s in tl.static_range(W):
-        # Rows behind this one that still read it.
-        pos = tl.load(row.position + t + s, mask=t + s < row.T, other=-1)
-        reads = (t + s < row.T) & (pos >= s)
-        at = dy + (t + s).to(tl.int64)[:, None] * row.C + c[None, :]
-        dy_tc = tl.load(at, mask=reads[:, None] & inside_c[None, :], other=0.0)
-        # The pre-activation is computed again: half the memory for a few multiply-adds.
-        z = pre_activation(row, t + s, reads, c, W, BT, BC)
-        gate = tl.sigmoid(z)
-        dz = dy_tc.to(tl.float32) * (gate * (1.0 + z * (1.0 - gate)))
-        w_c = tl.load(row.weight + c * W + (W - 1 - s), mask=inside_c, other=0.0).to(tl.float32)
-        dx_tc += dz * w_c[None, :]
         out = dweight + (tl.program_id(0).to(tl.int64) * W + (W - 1 - s)) * row.C + c
-        tl.store(out, tl.sum(dz * x_tc, axis=0), mask=inside_c)
-    at = dx + t.to(tl.int64)[:, None] * row.C + c[None, :]
-    tl.store(at, dx_tc.to(dx.dtype.element_ty), mask=here)
+        tl.store(out, shares[s], mask=inside)
 
 
-def _launch(
-    kernel: Any, segments: Segments, x_TC: Tensor, weight_CW: Tensor, taps: Any, *tensors: Tensor
-) -> None:
-    """Over all tiles; fewer tokens a tile where reads may go to the taps as well, which costs registers."""
-    device, (tokens, channels), rows = x_TC.device, x_TC.shape, 32 if taps is None else 16
+def _row(segments: Segments, x_TC: Tensor, weight_CW: Tensor, taps: Any) -> Row:
     # Positions and ids instead of a mask: a read reaches back only as far as its document.
+    (tokens, channels), device = x_TC.shape, x_TC.device
     places = segments.position(device), segments.ids(device)
-    row = Row(x_TC, weight_CW, taps, *places, tokens, channels, x_TC.stride(0))
-    grid = triton.cdiv(tokens, rows), triton.cdiv(channels, TILE_C)
-    with on_device(x_TC):
-        kernel[grid](row, *tensors, W=weight_CW.shape[1], BT=rows, BC=TILE_C, num_warps=4)
+    return Row(x_TC, weight_CW, taps, *places, tokens, channels, x_TC.stride(0))
 
 
 class _TritonConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps: Tensor | None, segments: Segments) -> Tensor:
         y_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
-        _launch(conv_forward, segments, x_TC, weight_CW, taps, y_TC)
+        # Fewer channels a tile where reads may go to the taps as well, which costs registers.
+        (tokens, channels), width = x_TC.shape, TILE_C if taps is None else TILE_C // 2
+        grid = triton.cdiv(tokens, TILE_T), triton.cdiv(channels, width)
+        row, options = _row(segments, x_TC, weight_CW, taps), {"BT": TILE_T, "BC": width, "num_warps": 4}
+        with on_device(x_TC):
+            conv_forward[grid](row, y_TC, W=weight_CW.shape[1], **options)
         ctx.save_for_backward(x_TC, weight_CW)
         ctx.segments = segments
         return y_TC
@@ -139,9 +171,13 @@ class _TritonConv(torch.autograd.Function):
         x_TC, weight_CW = ctx.saved_tensors
         dx_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype, device=x_TC.device)
         # One row of sums per program, added up in order.
-        programs, (channels, width) = triton.cdiv(x_TC.shape[0], 32), weight_CW.shape
-        shares = torch.empty(programs, width, channels, dtype=torch.float32, device=x_TC.device)
-        _launch(conv_backward, ctx.segments, x_TC, weight_CW, None, dy_TC.contiguous(), dx_TC, shares)
+        (tokens, channels), width = x_TC.shape, weight_CW.shape[1]
+        grid = triton.cdiv(tokens, STRIP), triton.cdiv(channels, STRIP_C)
+        shares = torch.empty(grid[0], width, channels, dtype=torch.float32, device=x_TC.device)
+        row, options = _row(ctx.segments, x_TC, weight_CW, None), {"STRIP": STRIP, "AHEAD": AHEAD}
+        made = dy_TC.contiguous(), dx_TC, shares
+        with on_device(x_TC):
+            conv_backward[grid](row, *made, W=width, BC=STRIP_C, **options, num_warps=1)
         return dx_TC, shares.sum(0).t().to(weight_CW.dtype), None, None
 
 

@@ -32,10 +32,12 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.triton.prep import chunk_gradients, prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
-from earlyfusion.kernels.launch import check_blocks, dot_dtype, hardware, interpreted, on_device
+from earlyfusion.kernels.launch import check_blocks, constant, dot_dtype, hardware, interpreted, on_device
 from earlyfusion.kernels.segments import FLOATS, Inputs, Segments, check_kda, check_shapes, check_tensors
 
 FP32 = torch.float32
+MOST_NATS = 80.0
+"""Between a token and the first of its block, where float32 ends at 88."""
 
 
 class Options(NamedTuple):
@@ -56,9 +58,10 @@ class Sizes(NamedTuple):
     C: int
     GROUP: int  # value heads per query/key head
     BOUNDED: bool
+    BLOCKS: bool  # pairs inside a block of 16 tokens meet in one product
     DOT: Any  # dtype of the operands of products
     INV: Any  # and of those inside the triangular inverse
-    PREC: str  # how operands in float32 are multiplied
+    PREC: Any  # how operands in float32 are multiplied
 
 
 class Strides(NamedTuple):
@@ -95,10 +98,10 @@ class Scanned(NamedTuple):
     E: Tensor
 
 
-def precision(dtype: torch.dtype) -> tuple[Any, str]:
+def precision(dtype: torch.dtype) -> tuple[Any, Any]:
     """DOT and PREC: float32 operands are split into three tensor core passes, 16 bit operands are taken as
     they are."""
-    prec = "ieee" if interpreted(prep) else "tf32x3"
+    prec = constant("ieee" if interpreted(prep) else "tf32x3", prep)
     return getattr(tl, str(dot_dtype(dtype, prep)).removeprefix("torch.")), prec
 
 
@@ -116,7 +119,9 @@ class _Launches:
         # Constants of the compiled kernels; whatever else differs is an argument.
         (_, heads, key_dim), bound = x.q.shape, options.lower_bound
         group, chunk = self.G // heads, options.tiles.chunk
-        self.sizes = Sizes(key_dim, value_dim, chunk, group, bound is not None, dot, inverse, prec)
+        # Of the largest factor of such a product; float16 does not reach that far.
+        blocks = bound is not None and 15 * bound >= -MOST_NATS and self.dtype != torch.float16
+        self.sizes = Sizes(key_dim, value_dim, chunk, group, bound is not None, blocks, dot, inverse, prec)
         self.gate = options.scale, bound or 0.0
         rows = [stride for tensor in (x.q, x.k, x.v, x.f) for stride in tensor.stride()[:2]]
         self.strides = Strides._make([*rows, x.b.stride(0)])
@@ -294,8 +299,8 @@ def kda(
     # Dims the kernels are compiled for, then tiles and runs for the whole call.
     padded_K, padded_V = padded_dim("q", key_dim), padded_dim("v", value_dim)
     more_K, more_V, about = padded_K - key_dim, padded_V - value_dim, hardware(device)
-    # Would 64 value columns per program still give every multiprocessor one?
-    crowded = segments.num * heads * max(padded_V // 64, 1) >= about.multiprocessors
+    # Would 64 value columns per program still give most multiprocessors one?
+    crowded = 4 * segments.num * heads * max(padded_V // 64, 1) >= 3 * about.multiprocessors
     tile = tiles(padded_K, padded_V, q_THK.dtype == FP32, crowded, about.arch >= 90, chunk)
     if segment_chunks is None:
         segment_chunks = auto_segments(segments, heads, padded_V, tile, device)
@@ -421,7 +426,7 @@ def tiles(key_dim: int, value_dim: int, wide: bool, crowded: bool, hopper: bool,
         join, grad = _launch(8, BV=32, BK=32), _launch(8, BK=32, BV=columns)
         return Tiles(chunk or 32, prep, scan, dual, _launch(8, BV=16), join, grad)
     # Wide blocks read the prepared keys half as often, if enough programs are left.
-    scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 2, BV=columns)
+    scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 3, BV=columns)
     join, grad = _launch(4, BV=32, BK=32), _launch(8, BK=32, BV=min(value_dim, 64))
     return Tiles(chunk or 64, _launch(4, BK=32), scan, scan, _launch(4, BV=16), join, grad)
 
