@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
+from earlyfusion.kernels.attention.triton.flash import dot
 from earlyfusion.kernels.attnres import two_phase
 from earlyfusion.kernels.attnres.two_phase import Rows, SubLayer, Watch
 from earlyfusion.kernels.launch import column_tile, hardware, on_device, power_of_two
@@ -59,12 +60,6 @@ from earlyfusion.kernels.segments import check_shapes, check_sources, check_tens
 
 # Sources are separate tensors: stacking them would cost a pass over all of them per block.
 MOST_SOURCES = 128  # the backward takes three pointers each, and a kernel's arguments may take 4 kB
-
-
-@triton.jit
-def dot(a, b, acc):
-    """acc + a @ b of operands as stored."""
-    return tl.dot(a, b, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -334,8 +329,8 @@ class _Phase1(torch.autograd.Function):
             laters = tuple(map(dense, gradients[sizes.S + 1 :], sources))
         dsources, a_TnS = tuple(map(torch.empty_like, sources)), torch.empty_like(scores_TnS)
 
-        # Tiles of the query gradient: at least 16 query rows, and enough tokens a step to fill a product.
-        slab = sizes._replace(SP=max(16, sizes.SP), BT=max(1, 32 // sizes.NP), BD=min(128, sizes.BD))
+        # Tiles of the query gradient: enough tokens a step to fill a product.
+        slab = sizes._replace(BT=max(1, 32 // sizes.NP), BD=min(128, sizes.BD))
         slabs = triton.cdiv(width, slab.BD)
         # Enough programs for the device, and few enough that their partial sums stay small: a function of
         # shape and device alone, so sums have one order.

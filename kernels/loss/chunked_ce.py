@@ -35,7 +35,7 @@ from earlyfusion.kernels.products import (
 from earlyfusion.kernels.segments import check_loss, check_temperature
 
 # The logits of a chunk are written once and read twice.
-MOST_ROWS = 2048  # of logits computed at once: the workspace is two float32 [rows, V]
+MOST_ROWS = 1024  # of logits computed at once: the workspace is two float32 [rows, V]
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
 

@@ -62,7 +62,7 @@ def cache(lengths, H, R, S, dtype=torch.float32, seed=0):
     return randn(len(lengths), H, R, seed=seed, dtype=dtype), pages, table.int(), torch.tensor(lengths).int()
 
 
-@pytest.mark.parametrize("H,R,rank", [(4, 40, 24), (20, 24, 16), (3, 16, 16), (2, 72, 64)])
+@pytest.mark.parametrize("H,R,rank", [(4, 40, 24), (20, 24, 16), (32, 24, 16), (3, 16, 16), (2, 72, 64)])
 @DECODE
 def test_paged_decode_equals_attention_over_the_gathered_rows(form, H, R, rank):
     for seed in (0, 10):

@@ -32,8 +32,7 @@ from earlyfusion.kernels.attention.triton.flash import (
 from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 from earlyfusion.kernels.segments import INTEGERS, check_decode, check_tensors
 
-HEADS, KEYS = (32, 16), 32
-"""Heads of a program: the most that fill it; keys of a tile."""
+KEYS = 32  # of a tile
 
 
 @triton.jit
@@ -138,10 +137,12 @@ def mla_decode(
     if width > 1024:
         raise ValueError(f"mla_decode: query_BHR has latent width {width}; the kernel takes at most 1024")
     rest = max(16, power_of_two(width - rank)) if width > rank else 0
-    tile = next((size for size in HEADS if heads % size == 0), HEADS[-1])
+    # A row is read once for all heads of a program; before sm_90 32 of them spill.
+    about = hardware(query_BHR.device)
+    tile = 32 if heads % 32 == 0 and about.arch >= 90 else 16
     tiles = triton.cdiv(heads, tile)
     # Two programs a multiprocessor hide each other's loads; a share has at least 256 tokens.
-    wanted = 2 * hardware(query_BHR.device).multiprocessors // (batch * tiles)
+    wanted = 2 * about.multiprocessors // (batch * tiles)
     most = table_BN.shape[1] * pages_PSR.shape[1]
     share = max(256 if query_BHR.is_cuda else KEYS, -(-most // max(1, wanted)))
     share = -(-share // KEYS) * KEYS

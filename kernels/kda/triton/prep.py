@@ -195,6 +195,7 @@ def prep(x, made, chunks, scale, lower_bound, strides, G, key_dim, levels, S: co
     G, K], P and T [T, G, C]. q and k are normalised, beta and the gate activated here. key_dim = K and levels
     = log2 C are not constants, or the compiler would unroll the loops they bound and run out of registers."""
     C: constexpr = S.C
+    # Pairs inside a block of 2^4 tokens are met before the tree.
     FIRST: constexpr = 4 if S.BLOCKS else 0
     chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, C)
