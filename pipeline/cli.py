@@ -27,7 +27,7 @@ from typer.core import TyperCommand, TyperGroup
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
 from earlyfusion.pipeline.config.arguments import SETTINGS, recipe_command
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
-from earlyfusion.pipeline.verbs import BENCHES, VERBS, Verb
+from earlyfusion.pipeline.verbs import BENCHES, VERBS, WEBSITES, Verb
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as a shell reports it
 EXIT_PIPE = 141  # 128 + SIGPIPE
@@ -131,11 +131,15 @@ def bench() -> None:
     """Measure speed and memory beside a peer in the same run; figures are printed and saved as JSON."""
 
 
+def website() -> None:
+    """From a clip of a page to the page."""
+
+
 # The package itself stands above all floors and names what they add: this floor knows no higher one.
 for floor in importlib.import_module("earlyfusion").VERB_MODULES:
     importlib.import_module(floor)
 app = group_of(VERBS, earlyfusion)
-benches = group_of(BENCHES, bench)
+benches, websites = group_of(BENCHES, bench), group_of(WEBSITES, website)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

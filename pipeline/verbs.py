@@ -57,6 +57,7 @@ VERBS = {
         "earlyfusion.pipeline.report.compare:compare",
         "paired deltas between evaluated models, with honest statistics",
     ),
+    "website": Verb("earlyfusion.pipeline.cli:websites", "from a clip of a page to the page"),
     "bench": Verb("earlyfusion.pipeline.cli:benches", "measure speed and memory"),
     "plan": Verb(
         "earlyfusion.pipeline.plan:run",
@@ -78,4 +79,12 @@ BENCHES = {
     "data": Verb("earlyfusion.pipeline.bench.data:data", "reading, decoding and packing, beside webdataset"),
     "engine": Verb("earlyfusion.pipeline.bench.engine:engine", "generation, beside transformers"),
     "lm-eval": Verb("earlyfusion.pipeline.bench.lm_eval:lm_eval", "letters of MMLU-Pro, beside lm-eval"),
+}
+
+WEBSITES = {
+    "demo": Verb("earlyfusion.pipeline.website:demo", "write the page that a clip or a screenshot shows"),
+    "eval": Verb("earlyfusion.pipeline.website:evaluate", "score a model on held-out pages, with floors"),
+    "score": Verb("earlyfusion.pipeline.website:score_pages", "score a page beside the one it should be"),
+    "record": Verb("earlyfusion.pipeline.website:record", "a clip of a page, scrolled through"),
+    "pages": Verb("earlyfusion.pipeline.website:pages", "render pages to learn from"),
 }

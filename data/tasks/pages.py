@@ -1,0 +1,210 @@
+"""Pages to write down again, from a picture or a clip of them: `earlyfusion website pages` renders some.
+
+    tasks = { pages = 1 }, options = { pages = { path = "runs/pages" } }
+
+A folder has pages.jsonl, a row a page: `page` in the compact language (data/synth/pages.py) or the `html` of
+one from elsewhere, its `side` of the split, the file of its picture, and that of the page with everything
+opened where it has tabs or an accordion. Level 0 is the whole page as one picture; level 1 a clip in which it
+is scrolled through, and opened where that changes what is seen; level 2 either.
+
+The answer is the page in the compact language; with target = "html", and for pages from elsewhere, HTML,
+of generated pages without the style sheet. Without a browser an answer earns the share of the words that are
+right and in their place; the looks of a page are scored by eval/website.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from PIL import Image as PILImage
+from PIL import ImageChops
+
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Image, Video, json_object
+from earlyfusion.data.synth.pages import Page, from_html, parse_dsl, to_dsl, to_html
+from earlyfusion.data.tasks.problem import Problem, Split, Task, TaskError, task
+
+ROWS = "pages.jsonl"
+HEIGHT = 180
+"""Pixels of a page that a frame shows."""
+OVERLAP = 30
+"""Pixels that are still seen after a scroll."""
+HOLD_S, MOVE_S = 1.6, 0.4
+"""Seconds that a place is looked at, and that the way to the next one takes."""
+FPS = 2.0
+"""Frames of a second that a model is shown."""
+QUESTION = "write this page"
+
+
+def scroll(page: PILImage.Image, opened: PILImage.Image | None) -> Iterator[tuple[PILImage.Image, int, int]]:
+    """Where a clip of a page stands still, from top to bottom: (picture of the page, offset from, offset to).
+
+    Every place is held once as the page is, and once opened where that differs.
+    """
+    last = max(0, page.height - HEIGHT)
+    places = [*range(0, last, HEIGHT - OVERLAP), last] if last else [0]
+    for here, there in zip(places, [*places[1:], last]):
+        pictures = [page]
+        if opened is not None and ImageChops.difference(window(page, here), window(opened, here)).getbbox():
+            pictures.append(opened)
+        for number, picture in enumerate(pictures):
+            yield picture, here, there if number == len(pictures) - 1 else here
+
+
+def window(page: PILImage.Image, top: int) -> PILImage.Image:
+    """What is seen of a page; its last colour where it is too short."""
+    shown = page.crop((0, top, page.width, top + HEIGHT))
+    if page.height - top < HEIGHT:
+        shown.paste(page.getpixel((0, page.height - 1)), (0, page.height - top, page.width, HEIGHT))
+    return shown
+
+
+def frames(
+    page: PILImage.Image, opened: PILImage.Image | None, fps: float, first: float = 0.0
+) -> list[PILImage.Image]:
+    """Frames of a clip, `fps` a second from second `first` on, with an eased scroll between the places."""
+    stops, period = [*scroll(page, opened)], HOLD_S + MOVE_S
+    count = max(1, round((len(stops) * period - first) * fps))
+    made = []
+    for number in range(count):
+        at = first + number / fps
+        picture, here, there = stops[min(int(at / period), len(stops) - 1)]
+        part = max(0.0, (at % period - HOLD_S) / MOVE_S)
+        eased = part * part * (3 - 2 * part)
+        made.append(window(picture, round(here + (there - here) * eased)))
+    return made
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model is shown of a page, its whole picture or frames; html: the page itself; thought: its
+    template."""
+
+    html: str
+    shown: Image | Video
+    thought: str
+
+    def media(self) -> Image | Video:
+        """See Problem.media."""
+        return self.shown
+
+
+def document_of(answer: str) -> tuple[str, list[str]]:
+    """The HTML document that an answer stands for, and its repairs. HTML that has no section of our own is
+    taken as it is. Raises BadSample (bad_page) where there is neither."""
+    if "<" not in answer.split("|")[0]:
+        page, repairs = parse_dsl(answer)
+        return to_html(page), repairs
+    if "<style" in answer or "<!doctype" in answer[:100].lower():
+        return answer, []
+    page, repairs = from_html(answer)
+    return to_html(page), repairs
+
+
+def body_of(page: Page) -> str:
+    """The HTML of a page without the style sheet, which is a function of its classes."""
+    html = to_html(page)
+    return html[html.index("<body") : html.index("</html>")].strip()
+
+
+@task("pages")
+class Pages(Task):
+    """See the file's head. path: the folder. target: "dsl" or "html". Knobs: clip (True, False, None for
+    either). Raises TaskError for a folder without pages and an unknown target."""
+
+    levels = ({"clip": False}, {"clip": True}, {"clip": None})
+    answer_tokens = 512
+
+    def __init__(self, path: str = "", target: str = "dsl") -> None:
+        if target not in ("dsl", "html"):
+            raise TaskError(f"pages: target {target!r}; expected dsl or html")
+        self.folder, self.target = Path(path), target
+        file = self.folder / ROWS
+        if not path or not file.is_file():
+            raise TaskError(
+                f"pages: no {ROWS} in {path!r}; options.pages.path names a folder that"
+                " `earlyfusion website pages --out DIR` wrote"
+            )
+        self.identity = str(file.stat().st_size)
+        self.rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                row = json_object(line, f"{file}, line {number}")
+                self.rows["train" if row["side"] == "train" else "test"].append(row)
+
+    def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
+        """See Task."""
+        if split not in self.rows or difficulty not in range(len(self.levels)):
+            raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 2")
+        key = f"pages/{split}/{difficulty}/{seed}"
+        rng = Random(f"rl/{key}")
+        clip = self.levels[difficulty]["clip"]
+        clip = rng.random() < 0.5 if clip is None else clip
+        # What is behind a tab cannot be read from one picture.
+        rows = [row for row in self.rows[split] if clip or "opened" not in row]
+        if not rows:
+            raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")
+        return self.problem(rng.choice(rows), clip, rng, key)
+
+    def problem(self, row: dict[str, Any], clip: bool, rng: Random, key: str) -> Problem:
+        """The problem of a row."""
+        picture = self._picture(row["file"])
+        if clip:
+            opened = self._picture(row["opened"]) if "opened" in row else None
+            # Not always from the first moment: the frames of a clip fall anywhere.
+            seen = frames(picture, opened, FPS, first=rng.uniform(0, HOLD_S))
+            shown: Image | Video = Video(seen, [number / FPS for number in range(len(seen))])
+        else:
+            shown = Image(picture)
+        if "page" in row:
+            page, _ = parse_dsl(row["page"])
+            html, kinds, words = to_html(page), page.kinds, "\n".join(page.texts())
+            target = row["page"] if self.target == "dsl" else body_of(page)
+        else:
+            html = target = row["html"]
+            kinds, words = ("elsewhere",), ""
+        meta = {"graph": Seen(html, shown, " ".join(kinds)), "side": row["side"]}
+        side = row["side"]
+        return Problem(QUESTION, picture, words, target, target, "/".join(kinds), side, meta, self.name, key)
+
+    def _picture(self, name: str) -> PILImage.Image:
+        """A stored picture of a page."""
+        try:
+            return PILImage.open(self.folder / name).convert("RGB")
+        except OSError as error:
+            raise TaskError(f"pages: {self.folder / name}: {error}; render the pages again") from None
+
+    def test_problems(self, count: int, seed: int, difficulty: int = 0) -> list[Problem]:
+        """Up to `count` held-out pages, each once; both kinds of holding out in turn."""
+        clip = self.levels[difficulty]["clip"]
+        rows = [row for row in self.rows["test"] if clip is not False or "opened" not in row]
+        rng = Random(f"pages/{seed}")
+        rng.shuffle(rows)
+        kinds = {side: [row for row in rows if row["side"] == side] for side in ("template", "combination")}
+        taken = [row for pair in zip(*kinds.values()) for row in pair] or rows
+        return [
+            self.problem(
+                row, rng.random() < 0.5 if clip is None else clip, rng, f"pages/test/{difficulty}/{i}"
+            )
+            for i, row in enumerate(taken[:count])
+        ]
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """Share of the words of both pages that agree in order, looks and kinds among them."""
+        try:
+            words = document_of(answer)[0].split("<body", 1)[-1].split()
+            wanted = document_of(problem.answer)[0].split("<body", 1)[-1].split()
+        except BadSample:
+            return 0.0
+        return SequenceMatcher(None, words, wanted, autojunk=False).ratio()
+
+
+def write_row(page: Page | str, side: str, file: str, opened: str | None = None) -> str:
+    """A line of pages.jsonl; a page from elsewhere is its HTML."""
+    row = {"html": page} if isinstance(page, str) else {"page": to_dsl(page)}
+    row |= {"side": side, "file": file} | ({"opened": opened} if opened else {})
+    return json.dumps(row) + "\n"

@@ -1,0 +1,94 @@
+"""Pages written from what is seen, paid by how they look in a real browser.
+
+    environment = "website"
+    environment_options = { revisions = 1 }
+    tasks = [{ name = "pages", chat = true, difficulty = 2, options = { path = "runs/pages" } }]
+
+The assistant's message is a page, in the compact language or in HTML. It is rendered beside the engine: while
+pages of some conversations are drawn, others are decoded. With `revisions` the rendered page is shown back
+that many times, and every further message is paid what it adds to the score, so the sum is the score of the
+last page. pixels = false scores the boxes of the texts alone, for which no picture is drawn.
+"""
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Image, Text
+from earlyfusion.data.tasks.pages import Seen, document_of
+from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.eval.website.browser import PageError, Renderer, View
+from earlyfusion.eval.website.score import NOTHING, Score, score
+from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step, environment
+
+REVISE = "This is how your page looks. Write it again, better."
+UNREAD = "That is no page: {why} Write it again."
+KEPT = 512
+"""Wanted pages whose views are kept."""
+
+
+@environment("website")
+class Website(Environment):
+    """See the module. revisions: times that a page is shown back; shown: as a picture, else only in words
+    that it was rendered; workers: pages rendered at a time."""
+
+    def __init__(self, revisions: int = 0, pixels: bool = True, shown: bool = True, workers: int = 4) -> None:
+        if revisions < 0 or workers < 1:
+            raise EnvironmentFault(f"website: revisions {revisions}, workers {workers}; at least 0 and 1")
+        self.left, self.pixels, self.shown, self.workers = revisions, pixels, shown, workers
+        self.paid = 0.0
+        self.wanted = ""
+        self.messages: list[Message] = []
+
+    def reset(self, problem: Problem) -> list[Message]:
+        """The picture or clip of the page, and the question."""
+        seen = problem.meta.get("graph")
+        if not isinstance(seen, Seen):
+            raise EnvironmentFault(f"website: task {problem.task!r} asks for no page; use the task pages")
+        self.wanted = seen.html
+        return problem.chat()
+
+    async def step(self, message: Message) -> Step:
+        """Render, score, and show back or end."""
+        view, why = None, ""
+        try:
+            view = await rendered(document_of(message.text)[0], self.pixels, self.workers)
+        except (BadSample, PageError) as error:
+            why = f"{error}."
+        found: Score = NOTHING
+        if view is not None:
+            found = score(view, await self._reference())
+        gain, self.paid = found.mean - self.paid, found.mean
+        counts = {"rendered": int(view is not None)}
+        if not self.left:
+            return Step((), gain, True, counts)
+        self.left -= 1
+        said: list[Any] = [Text(UNREAD.format(why=why) if view is None else REVISE, 0.0)]
+        if view is not None and view.picture is not None and self.shown:
+            said.insert(0, Image(view.picture))
+        return Step([Message("user", tuple(said))], gain, False, counts)
+
+    async def _reference(self) -> View:
+        """The wanted page, rendered once for all answers to it."""
+        kept = _wanted.setdefault(asyncio.get_running_loop(), OrderedDict())
+        key = (self.wanted, self.pixels)
+        if key not in kept:
+            # A future at once: of the answers to one page that end together, one renders.
+            kept[key] = asyncio.ensure_future(rendered(self.wanted, self.pixels, self.workers))
+            while len(kept) > KEPT:
+                kept.popitem(last=False)
+        return await asyncio.shield(kept[key])
+
+
+_renderers: dict[Any, Renderer] = {}
+_wanted: dict[Any, OrderedDict[Any, asyncio.Future[View]]] = {}
+
+
+async def rendered(html: str, pixels: bool, workers: int) -> View:
+    """A page by the one browser of this loop. Raises PageError."""
+    loop = asyncio.get_running_loop()
+    if loop not in _renderers:
+        _renderers[loop] = Renderer(workers=workers, timeout_s=20)
+    return await _renderers[loop].render(html, pixels=pixels)

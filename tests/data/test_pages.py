@@ -1,0 +1,175 @@
+"""Pages: both languages say the same, no side of the split sees the other, and a clip shows all of a page."""
+
+import json
+from itertools import pairwise
+from random import Random
+
+import pytest
+from PIL import Image
+
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Video
+from earlyfusion.data.synth.pages import (
+    COLUMNS,
+    FONTS,
+    FORMS,
+    INNER,
+    PALETTES,
+    TONES,
+    Page,
+    Section,
+    draw,
+    from_html,
+    parse_dsl,
+    side,
+    to_dsl,
+    to_html,
+)
+from earlyfusion.data.tasks.pages import FPS, HEIGHT, HOLD_S, MOVE_S, document_of, frames, scroll, write_row
+from earlyfusion.data.tasks.problem import TaskError
+from earlyfusion.data.tasks.registry import make_task
+
+SIDES = ("train", "template", "combination")
+
+
+@pytest.mark.parametrize("of", SIDES)
+def test_both_languages_give_a_page_back(of):
+    for seed in range(60):
+        page = draw(Random(seed), of)
+        assert parse_dsl(to_dsl(page)) == (page, [])
+        assert from_html(to_html(page)) == (page, [])
+
+
+ODD = ["a | b", "back\\slash", "two\nlines", "\\n", '<b>& "x"</b>', "", "  spaces  ", "漢字 é", "\\p|\\"]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_any_text_survives_both_ways(kind):
+    """Whatever the texts hold: separators, escapes, markup, nothing."""
+    form, rng = FORMS[kind], Random(kind)
+    step = len(form.repeated)
+    for variant in form.variants:
+        rounds = 2 * (COLUMNS[variant] if kind == "table" else 1)
+        count = len(form.lead) + len(form.tail) + rounds * step
+        section = Section(kind, variant, rng.choice(TONES), tuple(rng.choice(ODD) for _ in range(count)))
+        page = Page("sand", "mono", "snug", (section,))
+        assert parse_dsl(to_dsl(page)) == (page, [])
+        assert from_html(to_html(page)) == (page, [])
+
+
+def test_training_pages_hold_no_template_and_no_combination_that_is_held_out():
+    drawn = {of: {draw(Random(seed), of).kinds for seed in range(400)} for of in SIDES}
+    assert not drawn["train"] & (drawn["template"] | drawn["combination"])
+    held = {two for kinds in drawn["combination"] for two in pairwise(kinds) if side(two) == "combination"}
+    assert held and all(held & {*pairwise(kinds)} for kinds in drawn["combination"])
+    for kinds in drawn["train"] | drawn["template"]:
+        assert not held & {*pairwise(kinds)}
+    # Every kind is seen in training: what is held out is how they stand together.
+    assert {kind for kinds in drawn["train"] for kind in kinds} == {*INNER}
+
+
+@pytest.mark.parametrize(
+    "text, kinds, repairs",
+    [
+        ("hreo left accent| A| B| C", ["hero"], 4),
+        ("page sand serif roomy\nhero left accent| A", ["hero"], 1),
+        ("page sand serif roomy\ncards two soft| a| b| c| d| e", ["cards"], 1),
+        ("page sand serif roomy\nwhat is this\nnav end soft| A| B", ["nav"], 1),
+        ("page sand serif roomy\n" + "text left soft| A| B\n" * 99, ["text"] * 24, 0),
+    ],
+)
+def test_what_can_be_read_is_repaired_and_told(text, kinds, repairs):
+    page, told = parse_dsl(text)
+    assert [section.kind for section in page.sections] == kinds
+    assert len(told) == repairs
+    assert parse_dsl(to_dsl(page)) == (page, [])
+
+
+@pytest.mark.parametrize("text", ["", "no page at all", "|||", "page sand serif roomy", "\x00"])
+def test_what_is_no_page_is_refused_with_an_example(text):
+    with pytest.raises(BadSample, match="expected lines like"):
+        parse_dsl(text)
+
+
+def test_any_text_is_read_or_refused_and_never_fails_otherwise():
+    rng, words = (
+        Random(1),
+        [*FORMS, *PALETTES, *FONTS, "|", "\n", "\\", "\\p", "page", "<b", "é", " ", "<table"],
+    )
+    for _ in range(500):
+        text = "".join(rng.choice(words) + rng.choice(["", " "]) for _ in range(rng.randint(0, 30)))
+        try:
+            document, _ = document_of(text)
+            assert "<" in document
+        except BadSample as error:
+            assert error.reason == "bad_page"
+
+
+def striped(height):
+    """A page whose rows all look different."""
+    picture = Image.new("RGB", (240, height))
+    for y in range(height):
+        picture.paste((y % 256, y // 256, 77), (0, y, 240, y + 1))
+    return picture
+
+
+@pytest.mark.parametrize("height", [90, 180, 181, 400, 1000])
+def test_a_clip_shows_every_row_of_a_page(height):
+    page = striped(height)
+    rows = set()
+    for frame in frames(page, None, 8):
+        assert frame.size == (240, HEIGHT)
+        rows |= {frame.getpixel((0, y))[:2] for y in range(HEIGHT)}
+    assert rows == {(y % 256, y // 256) for y in range(height)}
+
+
+def test_what_is_opened_is_shown_at_its_place_and_nothing_else_twice():
+    page, opened = striped(400), striped(400)
+    opened.paste((255, 0, 0), (0, 50, 240, 60))
+    stops = [*scroll(page, opened)]
+    assert [(picture is opened, here) for picture, here, _ in stops] == [
+        (False, 0),
+        (True, 0),
+        (False, 150),
+        (False, 220),
+    ]
+    # A place is held for as long as four frames at the rate of a model's clips: one item of the tower.
+    assert (HOLD_S + MOVE_S) * FPS == 4
+
+
+def folder_of(tmp_path, count=12):
+    (tmp_path / "pictures").mkdir()
+    rows = []
+    for number in range(count):
+        of = SIDES[number % 3]
+        name = f"pictures/{number}.png"
+        striped(200 + number).save(tmp_path / name)
+        rows.append(write_row(draw(Random(number), of), of, name, name if number % 2 else None))
+    (tmp_path / "pages.jsonl").write_text("".join(rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["dsl", "html"])
+def test_the_task_asks_for_held_out_pages_and_pays_for_what_is_right(tmp_path, target):
+    task = make_task("pages", path=str(folder_of(tmp_path)), target=target)
+    asked = task.test_problems(4, 0, 1)
+    assert {problem.category for problem in asked} == {"template", "combination"}
+    for problem in asked:
+        assert isinstance(problem.media(), Video)
+        assert task.reward(problem, problem.target) == 1
+        other = next(one for one in asked if one.target != problem.target)
+        assert 0 < task.reward(problem, other.target) < 1
+        assert task.reward(problem, "nothing to see here") == 0
+    # One picture holds nothing that has to be opened first.
+    stills = [task.sample(seed, "train", 0) for seed in range(20)]
+    whole = {json.loads(line)["page"] for line in (tmp_path / "pages.jsonl").open() if "opened" not in line}
+    if target == "dsl":
+        assert {problem.target for problem in stills} <= whole
+    assert task.sample(3, "train", 2).target == task.sample(3, "train", 2).target
+
+
+def test_a_folder_without_pages_says_how_to_make_one(tmp_path):
+    with pytest.raises(TaskError, match="earlyfusion website pages --out"):
+        make_task("pages", path=str(tmp_path))
+    with pytest.raises(TaskError, match="expected dsl or html"):
+        make_task("pages", path=str(tmp_path), target="pdf")
