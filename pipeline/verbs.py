@@ -83,6 +83,7 @@ BENCHES = {
 
 WEBSITES = {
     "demo": Verb("earlyfusion.pipeline.website:demo", "write the page that a clip or a screenshot shows"),
+    "serve": Verb("earlyfusion.pipeline.website:serve_site", "drop a clip in the browser, see the page written"),
     "eval": Verb("earlyfusion.pipeline.website:evaluate", "score a model on held-out pages, with floors"),
     "score": Verb("earlyfusion.pipeline.website:score_pages", "score a page beside the one it should be"),
     "record": Verb("earlyfusion.pipeline.website:record", "a clip of a page, scrolled through"),

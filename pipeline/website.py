@@ -5,8 +5,9 @@
     earlyfusion website demo clip.mp4 --page page.html
     earlyfusion website score written.html page.html
     earlyfusion website eval --model runs/website-pretrain/model --pages runs/pages
+    earlyfusion website serve
 
-They need Chromium; `earlyfusion doctor` says whether there is one.
+All but `serve` need Chromium; `earlyfusion doctor` says whether there is one.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ from earlyfusion.pipeline.chat import Conversation
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.report.page import data_uri, write_page
+from earlyfusion.pipeline.serve.app import ServeOptions, serve
 
 SHOWN = 24
 """Pages of an evaluation in its report."""
@@ -374,3 +376,15 @@ def demo(options: DemoOptions) -> None:
     print(
         f"report: {write_page(options.out / 'report.html', 'website.html', data | {'cards': [made.card()]})}"
     )
+
+
+class SiteOptions(ServeOptions):
+    model: str = "embedded:website"
+    """model directory, or embedded:NAME"""
+    question: str = QUESTION
+
+
+@verb
+def serve_site(options: SiteOptions) -> int | None:
+    """Drop a clip on a page in the browser, and see the page that the model writes."""
+    return serve(**dict(options))

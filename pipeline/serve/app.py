@@ -7,6 +7,7 @@
     GET  /  a page to talk to the model (playground.html)
     GET  /health  /v1/models  /v1/models/{name}  /stats
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
+    POST /page  GET /page/{id}  a page that the model wrote, to be looked at (website.py)
 
 Chat and completions, streamed or whole; pictures, video files and video frames as data URLs. It listens on
 loopback unless told otherwise, and there serves only loopback names. SIGTERM or Ctrl-C: no new requests,
@@ -61,6 +62,7 @@ from earlyfusion.pipeline.serve.protocol import (
     sse,
     wants_logprobs,
 )
+from earlyfusion.pipeline.serve.website import Website
 from earlyfusion.pipeline.serve.worker import EngineStopped, EngineWorker
 
 LAST_WORDS_S = 2
@@ -76,6 +78,8 @@ class ServeOptions(Options):
     """model directory, or embedded:NAME"""
     name: str = ""
     """name of the model in the API; empty: the run's"""
+    question: str = ""
+    """what the page says where a message holds pictures or clips alone"""
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = Field(8000, ge=0, lt=65536)
@@ -132,7 +136,7 @@ class Service:
 
         # Limits follow the memory: more than fits is refused, not queued.
         # What callers may ask for. A body is held as JSON, as bytes and as pictures, each for a while.
-        self.name = options.name or model_name(folder)
+        self.name, self.question = options.name or model_name(folder), options.question
         self.template = template_of(folder) if options.template == "auto" else options.template
         body = int(options.max_body_mb * 2**20)
         self.limits = Limits(
@@ -157,6 +161,7 @@ class Service:
 
     async def models(self, http: HttpRequest) -> Response:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "earlyfusion"}
+        model["question"] = self.question
         asked = http.path_params.get("name")
         if asked is None:
             return JSONResponse({"object": "list", "data": [model]})
@@ -265,6 +270,7 @@ def create_app(service: Service, options: ServeOptions) -> Front:
         Route("/v1/models/{name:path}", service.models),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
+        *Website().routes,
     ]
     # On a command line everybody on the machine could read it.
     key = options.api_key or os.environ.get("EARLYFUSION_API_KEY") or None

@@ -13,7 +13,7 @@ Requests (`Front`):
 
     Host     on a loopback address only loopback names are served: a page that a browser got from elsewhere
              reaches this machine under its own name (DNS rebinding)
-    key      every route but /health and the page at /, which asks for the key itself
+    key      every route but /health, /page/{id} and the page at /, which asks for the key itself
     number   over `most` requests at a time: 503, but /health and / are answered
     body     cut while it arrives: larger than `limits.body`, slower than RATE, more than all bodies together
              may hold, more JSON values than a request needs
@@ -286,7 +286,8 @@ class Front:
             text = f"host {host!r} is not served here (--allow-host)"
             raise Refused(text, status=403, code="host_not_allowed")
         # Whoever watches the server has no key, and asks when it is busy; the page itself holds no secret.
-        if scope["path"] in ("/health", "/"):
+        # A frame sends no key; the name of a written page cannot be guessed.
+        if scope["path"] in ("/health", "/") or scope["path"].startswith("/page/"):
             return
 
         # The time of a comparison tells nothing of the key.

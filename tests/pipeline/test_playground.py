@@ -284,3 +284,61 @@ def test_the_page_fits_a_phone(service, says, open_page, dark):  # noqa: F811
     rest(page)
     page.locator(".thought").locator("..").locator("summary").click()
     check_looks(page, dark)
+
+
+WRITTEN = "page ocean sans snug\nnav end dark| Harbor| Home\nhero left soft| Bright garden| Open.| Join now"
+
+
+@pytest.mark.parametrize("width, dark", [(1000, False), (360, True)])
+def test_a_page_that_is_written_is_seen_compared_revised_and_downloaded(
+    service,
+    says,
+    open_page,  # noqa: F811
+    tmp_path,
+    width,
+    dark,
+):
+    page = open_page(service.url, width=width, dark=dark)
+    unlock(page)
+    says(Message("assistant", (Text(WRITTEN),)))
+    page.locator("#files").set_input_files(PICTURE)
+    page.get_by_alt_text("attached picture").wait_for()
+    # By the keyboard alone.
+    page.get_by_label("Message", exact=True).focus()
+    page.keyboard.type("write it")
+    page.keyboard.press("Enter")
+    frame = page.frame_locator("iframe")
+    frame.get_by_text("Bright garden").wait_for()
+    assert page.locator("iframe").get_attribute("sandbox") == ""
+    check_looks(page, dark)
+
+    with page.expect_download() as kept:
+        page.get_by_text("Download HTML").click()
+    kept.value.save_as(tmp_path / "page.html")
+    assert "Bright garden" in (tmp_path / "page.html").read_text()
+
+    # Where the server has a browser: how it looks, what differs, and another try with it.
+    if page.get_by_role("button", name="Revise").count():
+        page.get_by_text("equal pixels").first.wait_for()
+        with sent(page) as asked:
+            page.get_by_role("button", name="Revise").press("Enter")
+        *_, picture, text = asked.value.post_data_json["messages"][-1]["content"]
+        assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+        assert "looks" in text["text"]
+
+
+def test_words_that_are_no_page_are_words_and_a_page_can_do_nothing(service, says, page):
+    says(Message("assistant", (Text("page one of two:\nno page"),)))
+    ask(page, "x")
+    rest(page)
+    assert page.locator("iframe").count() == 0
+    # Hostile HTML: shown in a frame without rights.
+    hostile = "<!doctype html><p>hello</p><script>top.document.title='x'</script><img src=//127.0.0.1:1/a>"
+    answer = httpx.post(f"{service.url}/page", json={"text": hostile}, headers=service.headers)
+    shown = httpx.get(service.url + answer.json()["address"])
+    policy = shown.headers["content-security-policy"]
+    assert policy.startswith("sandbox; default-src 'none'") and "script-src" not in policy
+    assert httpx.post(f"{service.url}/page", json={"text": hostile}).status_code == 401
+    assert httpx.get(f"{service.url}/page/0").status_code == 404
+    refused = httpx.post(f"{service.url}/page", json={"text": "hello"}, headers=service.headers)
+    assert refused.status_code == 400 and "expected lines like" in refused.json()["error"]["message"]
