@@ -17,6 +17,7 @@ import typer
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
+from earlyfusion.eval.website.browser import find_browser
 from earlyfusion.kernels.cpu.program import status
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.kernels.errors import UserError
@@ -29,7 +30,7 @@ from earlyfusion.pipeline.runtime import check_versions, installed
 # Whatever a report of a problem should name.
 PACKAGES = (
     "earlyfusion torch triton transformers accelerate tokenizers safetensors webdataset pydantic easy-vqa"
-    " pillow numpy decord timm torchvision fla-core tensorboard"
+    " pillow numpy decord av playwright scikit-image timm torchvision fla-core tensorboard"
 ).split()
 
 
@@ -83,6 +84,10 @@ def facts() -> dict[str, str]:
         found["float32 products on the cpu"] = "oneDNN (EF_ONEDNN=0: torch's own choice)"
     # Building its C++ may fail for reasons that nothing else shows.
     found["engine on the cpu"] = status()
+    try:
+        found["browser for websites"] = find_browser()
+    except UserError as error:
+        found["browser for websites"] = f"- ({error})"
     found["EF_KERNELS"] = os.environ.get("EF_KERNELS", "auto (not set)")
     return found
 

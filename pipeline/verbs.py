@@ -78,12 +78,15 @@ BENCHES = {
     "kernels": Verb("earlyfusion.pipeline.bench.kernels:kernels", "every kernel, beside fla and torch"),
     "data": Verb("earlyfusion.pipeline.bench.data:data", "reading, decoding and packing, beside webdataset"),
     "engine": Verb("earlyfusion.pipeline.bench.engine:engine", "generation, beside transformers"),
+    "website": Verb(
+        "earlyfusion.pipeline.bench.website:website", "pages rendered and scored, beside Playwright"
+    ),
     "lm-eval": Verb("earlyfusion.pipeline.bench.lm_eval:lm_eval", "letters of MMLU-Pro, beside lm-eval"),
 }
 
 WEBSITES = {
     "demo": Verb("earlyfusion.pipeline.website:demo", "write the page that a clip or a screenshot shows"),
-    "serve": Verb("earlyfusion.pipeline.website:serve_site", "drop a clip in the browser, see the page written"),
+    "serve": Verb("earlyfusion.pipeline.website:serve_site", "drop a clip in the browser, see its page"),
     "eval": Verb("earlyfusion.pipeline.website:evaluate", "score a model on held-out pages, with floors"),
     "score": Verb("earlyfusion.pipeline.website:score_pages", "score a page beside the one it should be"),
     "record": Verb("earlyfusion.pipeline.website:record", "a clip of a page, scrolled through"),

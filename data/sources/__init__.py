@@ -4,6 +4,7 @@
 from earlyfusion.data.sources import (  # noqa: F401
     embedded,
     folder,
+    page_talks,
     problems,
     shards,
     text_files,

@@ -16,7 +16,7 @@ share of the templates and of the combinations is held out, by the hash of their
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from html import escape
@@ -125,6 +125,7 @@ def side(kinds: Sequence[str]) -> str:
     return "template" if on_side(f"page/{'/'.join(kinds)}", heldout=True) else "train"
 
 
+@cache
 def templates(of: str) -> list[tuple[str, ...]]:
     """Every template of two and three kinds on one side, in a fixed order; those of one kind are all for
     training."""
@@ -159,13 +160,14 @@ _SENTENCES = (
 
 
 def draw(rng: Random, of: str = "train") -> Page:
-    """A page of one side of the split. Raises ValueError for an unknown side."""
-    if of not in ("train", "template", "combination"):
-        raise ValueError(f"side {of!r} of the pages; expected train, template or combination")
-    # A third of the training pages is short: there it is soon seen which word stands where.
-    every = templates(of)
-    count = rng.choice((1, 2, 3) if of == "train" else (2, 3))
-    kinds = rng.choice([kinds for kinds in every if len(kinds) == count])
+    """A page of one side of the split; a "part" is one section alone, to learn to read from. Raises
+    ValueError for an unknown side."""
+    if of not in ("train", "part", "template", "combination"):
+        raise ValueError(f"side {of!r} of the pages; expected train, part, template or combination")
+    kinds: tuple[str, ...] = (rng.choice([*FORMS]),)
+    if of != "part":
+        count = rng.choice((1, 2, 3) if of == "train" else (2, 3))
+        kinds = ("nav", *rng.choice([kinds for kinds in templates(of) if len(kinds) == count]), "footer")
     title = lambda: f"{rng.choice(_FIRST)} {rng.choice(_SECOND)}"
     brand = rng.choice(_BRANDS)
     makers = {
@@ -181,10 +183,39 @@ def draw(rng: Random, of: str = "train") -> Page:
         "footer": lambda _: (f"{brand} {rng.randint(2020, 2029)}", *rng.sample(_LINKS, rng.randint(1, 2))),
     }
     sections = []
-    for kind in ("nav", *kinds, "footer"):
+    for kind in kinds:
         variant = rng.choice(FORMS[kind].variants)
         sections.append(Section(kind, variant, rng.choice(TONES), tuple(makers[kind](variant))))
     return Page(rng.choice([*PALETTES]), rng.choice([*FONTS]), rng.choice([*DENSITIES]), tuple(sections))
+
+
+def damaged(page: Page, rng: Random) -> Page:
+    """The page with one to three mistakes: another look, variant, tone or text, a section that is missing or
+    at the place of another. Never equal to it."""
+    made = page
+    for _ in range(rng.randint(1, 3)):
+        sections = [*made.sections]
+        place = rng.randrange(len(sections))
+        one = sections[place]
+        match rng.randrange(6):
+            case 0:
+                made = replace(made, palette=rng.choice([*PALETTES]), density=rng.choice([*DENSITIES]))
+                continue
+            case 1:
+                sections[place] = one._replace(tone=rng.choice(TONES))
+            case 2 if one.kind not in ("table", "cards"):
+                sections[place] = one._replace(variant=rng.choice(FORMS[one.kind].variants))
+            case 3 if len(sections) > 1:
+                del sections[place]
+            case 4:
+                other = rng.randrange(len(sections))
+                sections[place], sections[other] = sections[other], one
+            case _:
+                texts, words = [*one.texts], page.texts()
+                texts[rng.randrange(len(texts))] = rng.choice(words)
+                sections[place] = one._replace(texts=tuple(texts))
+        made = replace(made, sections=tuple(sections))
+    return made if made != page else damaged(page, rng)
 
 
 # ---- the compact language

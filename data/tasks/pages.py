@@ -3,22 +3,21 @@
     tasks = { pages = 1 }, options = { pages = { path = "runs/pages" } }
 
 A folder has pages.jsonl, a row a page: `page` in the compact language (data/synth/pages.py) or the `html` of
-one from elsewhere, its `side` of the split, the file of its picture, and that of the page with everything
-opened where it has tabs or an accordion. Level 0 is the whole page as one picture; level 1 a clip in which it
-is scrolled through, and opened where that changes what is seen; level 2 either.
+one from elsewhere, its `side` of the split, the `file` of its picture, and `opened`, that of the page with
+everything opened, where it has tabs or an accordion; of some, a `draft` with mistakes and the file of its
+picture (data/sources/page_talks.py). Level 0 is the whole page as one picture; level 1 a clip in which it
+is scrolled through, and opened where that changes what is seen; level 2 either; level 3 a part of a page.
 
 The answer is the page in the compact language; with target = "html", and for pages from elsewhere, HTML,
 of generated pages without the style sheet. Without a browser an answer earns the share of the words that are
 right and in their place; the looks of a page are scored by eval/website.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from PIL import Image as PILImage
 from PIL import ImageChops
@@ -27,6 +26,7 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Image, Video, json_object
 from earlyfusion.data.synth.pages import Page, from_html, parse_dsl, to_dsl, to_html
 from earlyfusion.data.tasks.problem import Problem, Split, Task, TaskError, task
+from earlyfusion.kernels.files import Record
 
 ROWS = "pages.jsonl"
 HEIGHT = 180
@@ -38,6 +38,7 @@ HOLD_S, MOVE_S = 1.6, 0.4
 FPS = 2.0
 """Frames of a second that a model is shown."""
 QUESTION = "write this page"
+REVISE = "This is how your page looks. Write it again, better."
 
 
 def scroll(page: PILImage.Image, opened: PILImage.Image | None) -> Iterator[tuple[PILImage.Image, int, int]]:
@@ -114,9 +115,9 @@ def body_of(page: Page) -> str:
 @task("pages")
 class Pages(Task):
     """See the file's head. path: the folder. target: "dsl" or "html". Knobs: clip (True, False, None for
-    either). Raises TaskError for a folder without pages and an unknown target."""
+    either), part. Raises TaskError for a folder without pages and an unknown target."""
 
-    levels = ({"clip": False}, {"clip": True}, {"clip": None})
+    levels = ({"clip": False}, {"clip": True}, {"clip": None}, {"clip": False, "part": True})
     answer_tokens = 512
 
     def __init__(self, path: str = "", target: str = "dsl") -> None:
@@ -130,27 +131,28 @@ class Pages(Task):
                 " `earlyfusion website pages --out DIR` wrote"
             )
         self.identity = str(file.stat().st_size)
-        self.rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
+        self.rows: dict[str, list[Record]] = {"train": [], "test": [], "part": []}
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 row = json_object(line, f"{file}, line {number}")
-                self.rows["train" if row["side"] == "train" else "test"].append(row)
+                self.rows[row["side"] if row["side"] in self.rows else "test"].append(row)
 
     def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
         """See Task."""
-        if split not in self.rows or difficulty not in range(len(self.levels)):
-            raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 2")
+        if split not in ("train", "test") or difficulty not in range(len(self.levels)):
+            raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 3")
         key = f"pages/{split}/{difficulty}/{seed}"
         rng = Random(f"rl/{key}")
         clip = self.levels[difficulty]["clip"]
         clip = rng.random() < 0.5 if clip is None else clip
         # What is behind a tab cannot be read from one picture.
-        rows = [row for row in self.rows[split] if clip or "opened" not in row]
+        part = split == "train" and self.levels[difficulty].get("part")
+        rows = [row for row in self.rows["part" if part else split] if clip or "opened" not in row]
         if not rows:
             raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")
         return self.problem(rng.choice(rows), clip, rng, key)
 
-    def problem(self, row: dict[str, Any], clip: bool, rng: Random, key: str) -> Problem:
+    def problem(self, row: Record, clip: bool, rng: Random, key: str) -> Problem:
         """The problem of a row."""
         picture = self._picture(row["file"])
         if clip:
@@ -168,6 +170,8 @@ class Pages(Task):
             html = target = row["html"]
             kinds, words = ("elsewhere",), ""
         meta = {"graph": Seen(html, shown, " ".join(kinds)), "side": row["side"]}
+        if "draft" in row:
+            meta |= {"draft": row["draft"], "drafted": self._picture(row["drafted"])}
         side = row["side"]
         return Problem(QUESTION, picture, words, target, target, "/".join(kinds), side, meta, self.name, key)
 
@@ -203,8 +207,7 @@ class Pages(Task):
         return SequenceMatcher(None, words, wanted, autojunk=False).ratio()
 
 
-def write_row(page: Page | str, side: str, file: str, opened: str | None = None) -> str:
-    """A line of pages.jsonl; a page from elsewhere is its HTML."""
-    row = {"html": page} if isinstance(page, str) else {"page": to_dsl(page)}
-    row |= {"side": side, "file": file} | ({"opened": opened} if opened else {})
-    return json.dumps(row) + "\n"
+def row_of(page: Page | str, side: str, **files: str) -> Record:
+    """A row of pages.jsonl; a page from elsewhere is its HTML. files: see the file's head."""
+    told = {"html": page} if isinstance(page, str) else {"page": to_dsl(page)}
+    return {**told, "side": side, **files}

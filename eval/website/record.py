@@ -19,15 +19,17 @@ import numpy as np
 from PIL import Image
 
 from earlyfusion.data.synth.graph import on_side
-from earlyfusion.data.synth.pages import draw, to_html
-from earlyfusion.data.tasks.pages import HEIGHT, HOLD_S, MOVE_S, OVERLAP, ROWS, frames, write_row
+from earlyfusion.data.synth.pages import damaged, draw, to_dsl, to_html
+from earlyfusion.data.tasks.pages import HEIGHT, HOLD_S, MOVE_S, OVERLAP, ROWS, frames, row_of
 from earlyfusion.eval.website.browser import PageError, Renderer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import Record, write_atomic, write_jsonl
 
 CLIP_FPS = 8
 """Frames of a second of a recorded clip."""
-SIDES = ("train",) * 8 + ("template", "combination")
+DRAFTS = 3
+"""Of so many pages one comes with a draft."""
+SIDES = (*("train",) * 5, *("part",) * 3, "template", "combination")
 """Sides of the split, in turn: a fifth of the pages is held out."""
 
 
@@ -40,7 +42,7 @@ async def write_pages(
 ) -> Path:
     """Render `count` generated pages and the documents of `own`; returns the file of rows, written last.
     Raises PageError."""
-    rows = [""] * (count + len(own))
+    rows: list[Record] = [{}] * (count + len(own))
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     done = 0
 
@@ -54,12 +56,19 @@ async def write_pages(
             drawn, html, hidden = None, own[number - count], []
             side = "template" if on_side(html, heldout=True) else "train"
         # All that is hidden is opened, and seen in one more picture.
-        views = await renderer.steps(html, [hidden] if hidden else [])
-        names = [f"pictures/{number:06d}{end}.png" for end in ("", "-opened")[: len(views)]]
-        for name, view in zip(names, views):
+        views = {"file": await renderer.render(html)}
+        if hidden:
+            views["opened"] = (await renderer.steps(html, [hidden]))[-1]
+        row = row_of(drawn or html, side)
+        if drawn is not None and side != "part" and number % DRAFTS == 0:
+            draft = damaged(drawn, Random(f"draft/{seed}/{number}"))
+            views["drafted"] = await renderer.render(to_html(draft))
+            row["draft"] = to_dsl(draft)
+        for name, view in views.items():
             assert view.picture is not None
-            view.picture.quantize(64).save(folder / name)
-        rows[number] = write_row(drawn or html, side, names[0], names[1] if len(names) > 1 else None)
+            row[name] = f"pictures/{number:06d}-{name}.png"
+            view.picture.quantize(64).save(folder / row[name])
+        rows[number] = row
         done += 1
         told(done)
 
@@ -67,7 +76,7 @@ async def write_pages(
         # Bounded, so that what waits does not run out of its time.
         for begin in range(0, len(rows), 64):
             await asyncio.gather(*(one(i, renderer) for i in range(begin, min(len(rows), begin + 64))))
-    return write_atomic(folder / ROWS, "".join(rows))
+    return write_jsonl(folder / ROWS, rows)
 
 
 def write_mp4(pictures: Sequence[Image.Image], path: Path, fps: float = CLIP_FPS) -> Path:

@@ -38,7 +38,8 @@ def page(path: Path) -> Callable[[Request], Awaitable[Response]]:
         allowed[tag] = f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'"
     policy = (
         f"default-src 'none'; {allowed['script']}; {allowed['style']}; connect-src 'self';"
-        " img-src 'self' data:; media-src data:; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        " img-src 'self' data:; media-src data:; frame-src 'self'; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
     )
     # A new version of the package must not meet an old page.
     headers = {

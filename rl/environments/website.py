@@ -17,13 +17,12 @@ from typing import Any
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.tasks.pages import Seen, document_of
+from earlyfusion.data.tasks.pages import REVISE, Seen, document_of
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.website.browser import PageError, Renderer, View
 from earlyfusion.eval.website.score import NOTHING, Score, score
 from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step, environment
 
-REVISE = "This is how your page looks. Write it again, better."
 UNREAD = "That is no page: {why} Write it again."
 KEPT = 512
 """Wanted pages whose views are kept."""

@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.sample import Video
+from earlyfusion.data.sample import Image as MediaImage
+from earlyfusion.data.sample import Text, Video
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.pages import (
     COLUMNS,
     FONTS,
@@ -18,6 +20,7 @@ from earlyfusion.data.synth.pages import (
     TONES,
     Page,
     Section,
+    damaged,
     draw,
     from_html,
     parse_dsl,
@@ -25,7 +28,17 @@ from earlyfusion.data.synth.pages import (
     to_dsl,
     to_html,
 )
-from earlyfusion.data.tasks.pages import FPS, HEIGHT, HOLD_S, MOVE_S, document_of, frames, scroll, write_row
+from earlyfusion.data.tasks.pages import (
+    FPS,
+    HEIGHT,
+    HOLD_S,
+    MOVE_S,
+    REVISE,
+    document_of,
+    frames,
+    row_of,
+    scroll,
+)
 from earlyfusion.data.tasks.problem import TaskError
 from earlyfusion.data.tasks.registry import make_task
 
@@ -144,7 +157,11 @@ def folder_of(tmp_path, count=12):
         of = SIDES[number % 3]
         name = f"pictures/{number}.png"
         striped(200 + number).save(tmp_path / name)
-        rows.append(write_row(draw(Random(number), of), of, name, name if number % 2 else None))
+        page = draw(Random(number), of)
+        row = row_of(page, of, file=name, **({"opened": name} if number % 2 else {}))
+        if number % 4 == 0:
+            row |= {"draft": to_dsl(damaged(page, Random(number))), "drafted": name}
+        rows.append(json.dumps(row) + "\n")
     (tmp_path / "pages.jsonl").write_text("".join(rows))
     return tmp_path
 
@@ -173,3 +190,32 @@ def test_a_folder_without_pages_says_how_to_make_one(tmp_path):
         make_task("pages", path=str(tmp_path))
     with pytest.raises(TaskError, match="expected dsl or html"):
         make_task("pages", path=str(tmp_path), target="pdf")
+
+
+def test_a_draft_has_mistakes_and_is_a_page():
+    for seed in range(300):
+        page = draw(Random(seed))
+        draft = damaged(page, Random(seed))
+        assert draft != page and parse_dsl(to_dsl(draft)) == (draft, [])
+
+
+def test_a_conversation_shows_the_draft_and_pays_for_the_page_alone(tmp_path):
+    source = build_source(
+        SourceConfig(
+            name="talks",
+            kind="page_talks",
+            options={"path": str(folder_of(tmp_path)), "difficulty": 2, "revised": 0.5},
+        )
+    )
+    seen = set()
+    for number in range(30):
+        sample = source.made(number, "k", heldout=False)
+        words = [part for part in sample.segments if isinstance(part, Text)]
+        pages = [(part.text, part.loss) for part in words if part.text.startswith("page ")]
+        revised = REVISE in "".join(part.text for part in words)
+        pictures = [part for part in sample.segments if isinstance(part, MediaImage | Video)]
+        seen.add((revised, len(pictures)))
+        # The page that is paid for comes last; the draft before it is another one and costs nothing.
+        assert [loss for _, loss in pages] == [0, 1][1 - revised :]
+        assert len({text for text, _ in pages}) == 1 + revised
+    assert seen == {(False, 1), (True, 2)}
