@@ -3,7 +3,7 @@
     earlyfusion website pages --out runs/pages
     earlyfusion website record page.html clip.mp4
     earlyfusion website demo clip.mp4 --page page.html
-    earlyfusion website score written.html page.html
+    earlyfusion website score written.html page.html --click "Prices"
     earlyfusion website eval --model runs/website-pretrain/model --pages runs/pages
     earlyfusion website serve
 
@@ -38,7 +38,7 @@ from earlyfusion.eval.stats import Estimate, mean_estimate
 from earlyfusion.eval.website.browser import PageError, Renderer, View
 from earlyfusion.eval.website.clean import clean
 from earlyfusion.eval.website.record import CLIP_FPS, filmed, write_mp4, write_pages
-from earlyfusion.eval.website.score import NOTHING, Score, close_pixels, difference, score
+from earlyfusion.eval.website.score import NOTHING, Score, close_pixels, difference, interaction, score
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_atomic, write_jsonl
 from earlyfusion.model.engine.requests import SamplingParams
@@ -156,8 +156,18 @@ class ScoreOptions(Options):
     """page that was written: HTML or the compact language"""
     wanted: Path
     """page that it should look like"""
+    click: list[str] = []
+    """text to click on in both, one after the other, to score what happens; may be given again"""
     out: Path | None = None
     """picture of the difference to write"""
+
+
+async def acted(documents: Sequence[str], clicks: Sequence[str]) -> float:
+    """The interaction score of the first of two pages. Raises PageError."""
+    async with Renderer(timeout_s=20) as renderer:
+        steps = [[text] for text in clicks]
+        seen, wanted = await asyncio.gather(*(renderer.steps(html, steps) for html in documents))
+        return interaction(seen, wanted)
 
 
 @verb
@@ -168,7 +178,11 @@ def score_pages(options: ScoreOptions) -> None:
         raise UserError(f"{options.wanted}: cannot be rendered")
     (plain,) = asyncio.run(looked_at([text_alone(wanted)]))
     found = {"written": compared(written, wanted), "its text alone": compared(plain, wanted)}
-    show("score", {name: {"score": one.mean} | one.terms for name, one in found.items()})
+    rows = {name: {"score": one.mean} | one.terms for name, one in found.items()}
+    if options.click:
+        documents = [page_file(options.written), page_file(options.wanted)]
+        rows["written"]["interaction"] = asyncio.run(acted(documents, options.click))
+    show("score", rows)
     if options.out and written and written.picture and wanted.picture:
         difference(written.picture, wanted.picture).save(options.out)
         print(f"written: {options.out}")
@@ -382,6 +396,7 @@ class SiteOptions(ServeOptions):
     model: str = "embedded:website"
     """model directory, or embedded:NAME"""
     question: str = QUESTION
+    """what is asked of a clip or a screenshot that comes alone"""
 
 
 @verb

@@ -31,7 +31,7 @@ from earlyfusion.kernels.files import Record
 ROWS = "pages.jsonl"
 HEIGHT = 180
 """Pixels of a page that a frame shows."""
-OVERLAP = 30
+OVERLAP = 36
 """Pixels that are still seen after a scroll."""
 HOLD_S, MOVE_S = 1.6, 0.4
 """Seconds that a place is looked at, and that the way to the next one takes."""

@@ -271,9 +271,10 @@ class Renderer:
         told = await seeing.send(
             "DOMSnapshot.captureSnapshot", {"computedStyles": ["color", "visibility", "opacity"]}
         )
-        metrics = await seeing.send("Page.getLayoutMetrics")
-        content = metrics["cssContentSize"]
-        size = self.size["width"], int(min(MOST_HEIGHT, max(1, content["height"])))
+        content = (await seeing.send("Page.getLayoutMetrics"))["cssContentSize"]["height"]
+        # A page that is shorter than its window ends where its own elements end.
+        height = content if content > self.size["height"] else extent_of(told) or content
+        size = self.size["width"], int(min(MOST_HEIGHT, max(1, height)))
         picture = None
         if pixels:
             clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
@@ -304,6 +305,17 @@ class Tab:
         await self.seeing.send("Page.setDocumentContent", {"frameId": self.frame, "html": whole})
         if "data:" in html:
             await self.page.wait_for_load_state("load")
+
+
+def extent_of(snapshot: Any) -> float:
+    """Where the last box of a page ends, in pixels from the top; boxes that fill the window are not asked."""
+    document, strings = snapshot["documents"][0], snapshot["strings"]
+    layout, names = document["layout"], document["nodes"]["nodeName"]
+    ends = [0.0]
+    for node, box in zip(layout["nodeIndex"], layout["bounds"]):
+        if strings[names[node]] not in ("#document", "HTML"):
+            ends.append(box[1] + box[3])
+    return max(ends)
 
 
 def blocks_of(snapshot: Any) -> list[Block]:

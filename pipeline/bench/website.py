@@ -1,4 +1,4 @@
-"""`earlyfusion bench website`: pages rendered and scored a second, with pixels and by the boxes of texts alone.
+"""`earlyfusion bench website`: pages rendered and scored a second, with pixels and by boxes of texts alone.
 
 Beside them Playwright as it is used by hand: a new context, set_content and a full-page screenshot a page,
 without a score.

@@ -292,7 +292,7 @@ class CompletionRequest(Common):
         return self.prompt
 
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def read(kind: type[Body], body: bytes | bytearray) -> Body:

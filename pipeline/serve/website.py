@@ -10,7 +10,7 @@ as a data URL: to be compared with what was shown, and to be shown to the model 
 import secrets
 from collections import OrderedDict
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +20,7 @@ from earlyfusion.data.tasks.pages import document_of
 from earlyfusion.eval.website.browser import MOST_HTML, PageError, Renderer
 from earlyfusion.kernels.errors import UserError, one_line
 from earlyfusion.pipeline.report.page import data_uri
-from earlyfusion.pipeline.serve.protocol import Body, Refused, read
+from earlyfusion.pipeline.serve.protocol import Refused, read
 
 KEPT = 64
 """Documents that can still be opened."""
@@ -32,7 +32,7 @@ HEADERS = {
 }
 
 
-class PageRequest(Body):
+class PageRequest(BaseModel):
     text: str = Field(max_length=MOST_HTML)
     """an answer: a page in the compact language, or HTML"""
 

@@ -33,6 +33,7 @@ from earlyfusion.data.tasks.pages import (
     HEIGHT,
     HOLD_S,
     MOVE_S,
+    OVERLAP,
     REVISE,
     document_of,
     frames,
@@ -143,7 +144,7 @@ def test_what_is_opened_is_shown_at_its_place_and_nothing_else_twice():
     assert [(picture is opened, here) for picture, here, _ in stops] == [
         (False, 0),
         (True, 0),
-        (False, 150),
+        (False, HEIGHT - OVERLAP),
         (False, 220),
     ]
     # A place is held for as long as four frames at the rate of a model's clips: one item of the tower.
