@@ -126,6 +126,14 @@ long2short
 long2short average NONE NONE --out FILE
 study nosuch
 study transfer --seeds x
+website demo nowhere.mp4
+website demo ../file --model nowhere
+website eval --model nowhere
+website score ../file ../file
+website record ../file out.mp4
+website pages --html nowhere
+website pages --pages -1
+website serve --model nowhere
 swarm nosuch
 swarm run question --docs NONE --model NONE
 swarm run question --docs . --model NONE
