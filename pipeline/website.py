@@ -2,10 +2,10 @@
 
     earlyfusion website pages --out runs/pages
     earlyfusion website record page.html clip.mp4
-    earlyfusion website demo clip.mp4 --page page.html
+    earlyfusion website demo clip.mp4 --model runs/website-pretrain/model --page page.html
     earlyfusion website score written.html page.html --click "Prices"
     earlyfusion website eval --model runs/website-pretrain/model --pages runs/pages
-    earlyfusion website serve
+    earlyfusion website serve --model runs/website-pretrain/model
 
 All but `serve` need Chromium; `earlyfusion doctor` says whether there is one.
 """
@@ -281,7 +281,7 @@ def figures(found: Sequence[Score]) -> Record:
 
 
 class EvalOptions(Options):
-    model: str = "embedded:website"
+    model: str
     """model directory, or embedded:NAME"""
     pages: Path = Path("runs/pages")
     """folder that `earlyfusion website pages` wrote"""
@@ -339,7 +339,7 @@ class DemoOptions(Options):
     positional: ClassVar[tuple[str, ...]] = ("clip",)
     clip: Path
     """clip (.mp4, .webm, .gif, ...) or screenshot of a page"""
-    model: str = "embedded:website"
+    model: str
     """model directory, or embedded:NAME"""
     page: Path | None = None
     """the page itself, to score what was written"""
@@ -393,8 +393,6 @@ def demo(options: DemoOptions) -> None:
 
 
 class SiteOptions(ServeOptions):
-    model: str = "embedded:website"
-    """model directory, or embedded:NAME"""
     question: str = QUESTION
     """what is asked of a clip or a screenshot that comes alone"""
 
