@@ -9,7 +9,7 @@ Options are keywords; an unknown name is told with the nearest.
 from typing import Any
 
 # Imported for what they register.
-from earlyfusion.data.tasks import episode, file, gather, needle, pictures, puzzles, rule, shelf  # noqa: F401
+from earlyfusion.data.tasks import collection, episode, file, gather, needle, pictures, puzzles, rule, shelf  # noqa: F401
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
@@ -17,7 +17,7 @@ from earlyfusion.kernels.files import function_at
 PROCEDURAL = tuple(
     name
     for name, made in TASKS.items()
-    if made.levels and name not in ("text_math", "file", "episode", "needle", "shelf", "gather")
+    if made.levels and name not in ("text_math", "file", "episode", "needle", "shelf", "gather", "collection")
 )
 """Tasks with problems of one picture that need no data and no tool."""
 EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)

@@ -68,6 +68,10 @@ class Environment:
         """Take the assistant's message; returns a Step, or (messages, reward or None, done)."""
         raise NotImplementedError
 
+    def answer(self, text: str) -> str:
+        """What the reward sees of the assistant's last word; it must not raise."""
+        return text
+
     def close(self) -> Any:
         """Give back what the instance holds."""
 
