@@ -80,6 +80,12 @@ def long2short() -> None:
 
 SWARMS = {
     "run": Verb("earlyfusion.rl.swarm.verbs:run", "answer a question, with a live tree and a timeline"),
+    "measure": Verb(
+        "earlyfusion.rl.swarm.verbs:measure", "an orchestrator on held-out questions, beside its bounds"
+    ),
+    "collection": Verb(
+        "earlyfusion.rl.swarm.verbs:collection", "a folder of documents and pictures to ask about"
+    ),
 }
 
 

@@ -270,7 +270,11 @@ class Collection(Task):
     def draw(self, rng: Random, heldout: bool, knobs: Any) -> Problem:
         """See Task."""
         seed = rng.randrange(self.worlds) + HELDOUT_WORLD * heldout
-        world, kind = world_of(seed), rng.choice(self.kinds)
+        return self.ask(seed, rng, rng.choice(self.kinds), knobs)
+
+    def ask(self, seed: int, rng: Random, kind: str, knobs: Any) -> Problem:
+        """A question of a kind about the collection of a seed."""
+        world = world_of(seed)
         people = rng.sample(world.people, rng.randint(*knobs["items"]) * (2 if kind == "report" else 1))
         name = "picture" if kind == "pictures" else rng.choice(("home", "trade", "birth"))
         fact, known = FACTS[name], world.facts[name]

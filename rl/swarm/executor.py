@@ -172,10 +172,10 @@ class Swarm:
             refused: str | None = None
             if call.tool in self.own:
                 # What it looks up itself is done one after the other, a step each.
-                if looked:
+                refused = self.spent or (looked >= MOST_ASSIGNMENTS and TOO_MANY) or None
+                if looked and refused is None:
                     self._step()
                 looked += 1
-                refused = self.spent or (looked > MOST_ASSIGNMENTS and TOO_MANY) or None
             elif call.tool == "assign_task":
                 refused = self._refused(call, len(group))
 

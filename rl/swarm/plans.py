@@ -99,6 +99,8 @@ class PlansOptions(GeneratedOptions):
     """Critical steps (least, most) that half of the prompts name."""
     agents: str = "reader"
     """Who the sub-agents are."""
+    bare: bool = False
+    """Without tools and system message, which are most of a document: to learn to copy names first."""
 
 
 @source("swarm_plans", PlansOptions, pictures=False, chat=True)
@@ -126,4 +128,7 @@ class Plans(Generated):
                     return messages
                 messages += (await place.step(said)).messages
 
-        return chat_sample(asyncio.run(played()), source=self.name, key=key)
+        messages = asyncio.run(played())
+        if options.bare:
+            messages = [one for one in messages if one.role != "system"]
+        return chat_sample(messages, source=self.name, key=key)
