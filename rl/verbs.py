@@ -3,14 +3,8 @@
 A module is imported when its verb is called; the lists of them need no torch.
 """
 
-from pathlib import Path
-
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.config.compose import SHIPPED
 from earlyfusion.pipeline.verbs import BENCHES, VERBS, Verb
-
-# Here and not in rl/recipe.py alone: `earlyfusion sft` reads recipes of this floor, too.
-SHIPPED.append(Path(__file__).parent / "recipes")
 
 VERBS |= {
     "rl": Verb(
@@ -41,7 +35,7 @@ BENCHES["environments"] = Verb(
     "earlyfusion.rl.bench:environments", "conversations with slow environments, beside the engine"
 )
 
-BENCHES["swarm"] = Verb("earlyfusion.rl.bench:swarm", "sub-agents side by side against one after the other")
+BENCHES["swarm"] = Verb("earlyfusion.rl.bench:swarm", "sub-agents side by side and one after the other")
 
 # The fourth way, reinforcement learning with a length reward and a lower token limit, is `earlyfusion rl`.
 WAYS = {

@@ -22,8 +22,9 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from earlyfusion.data.chat.declare import declaration
 from earlyfusion.data.chat.template import Message, ToolCall
@@ -33,7 +34,7 @@ from earlyfusion.data.tasks.gather import longest_way
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record, function_at
-from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.swarm.agents import (
     Endpoint,
@@ -282,8 +283,10 @@ def speaker_of(agents: str, model: str | None = None) -> Speaker:
         return Endpoint(agents, model)
     if ":" in agents and not agents.startswith("embedded:"):
         return Scripted(function_at(agents, "agents"), agents)
+    # Float32 on this machine's CPU, whatever the weights are kept in.
     folder = model_folder(agents)
-    return Local(load_model(folder), Tokenizer.load(folder), name=Path(folder).parent.name)
+    model = load_model(folder, dtype=torch.float32)
+    return Local(model, Tokenizer.load(folder), name=model_name(folder))
 
 
 def cited(answer: str, library: Library) -> Sequence[str]:

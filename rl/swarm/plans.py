@@ -99,8 +99,9 @@ class PlansOptions(GeneratedOptions):
     """Critical steps (least, most) that half of the prompts name."""
     agents: str = "reader"
     """Who the sub-agents are."""
-    bare: bool = False
-    """Without tools and system message, which are most of a document: to learn to copy names first."""
+    in_words: bool = False
+    """The plan as lines of text and nothing else: to learn to write names again, of which a conversation with
+    its markup has few."""
 
 
 @source("swarm_plans", PlansOptions, pictures=False, chat=True)
@@ -128,7 +129,9 @@ class Plans(Generated):
                     return messages
                 messages += (await place.step(said)).messages
 
-        messages = asyncio.run(played())
-        if options.bare:
-            messages = [one for one in messages if one.role != "system"]
+        if options.in_words:
+            lines = "\n".join(asked for group in problem.meta["plan"] for asked in group)
+            messages = [Message("user", (Text(problem.question, 0.0),)), Message("assistant", (Text(lines),))]
+        else:
+            messages = asyncio.run(played())
         return chat_sample(messages, source=self.name, key=key)

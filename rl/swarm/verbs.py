@@ -1,7 +1,7 @@
 """Verbs of the swarm: a question over a folder of documents, answered by an orchestrator and its sub-agents.
 
 earlyfusion swarm run "which recipes train on one GPU?" --docs docs --model http://localhost:8000/v1
-earlyfusion swarm run "how many red shapes are there?" --docs pictures --model runs/sft/model --max-agents 8
+earlyfusion swarm run "Where do Ann and Bo live?" --docs runs/collection/docs --model embedded:orchestrator
 earlyfusion swarm collection runs/collection        a folder to try it on, and questions with their answers
 earlyfusion swarm measure embedded:orchestrator     held-out questions, beside the two bounds
 
@@ -37,6 +37,7 @@ from earlyfusion.rl.swarm.library import Library
 from earlyfusion.rl.swarm.plans import Alone, Planner
 from earlyfusion.rl.swarm.spans import Trace
 
+SHIPPED = "embedded:orchestrator"
 SHOWN = 60
 """Characters of a piece of work in the tree."""
 
@@ -51,7 +52,8 @@ class RunOptions(Options):
     """orchestrator: URL of an OpenAI-compatible server that takes tools, model directory, or
     package.module:function"""
     agents: str = ""
-    """sub-agents, named alike; the orchestrator's model if not given"""
+    """sub-agents, named alike, or `reader`, which quotes documents; if not given the orchestrator's model,
+    for embedded:orchestrator `reader`, with which it was trained"""
     endpoint_model: str | None = None
     """name of the model at the URL; its first one if not given"""
     max_agents: PositiveInt = 16
@@ -90,7 +92,8 @@ def run(options: RunOptions) -> None:
     """Entry of `earlyfusion swarm run`."""
     library = Library(options.docs)
     orchestrator = speaker_of(options.model, options.endpoint_model)
-    speaker = speaker_of(options.agents, options.endpoint_model) if options.agents else orchestrator
+    agents = options.agents or ("reader" if options.model == SHIPPED else "")
+    speaker = speaker_of(agents, options.endpoint_model) if agents else orchestrator
     limits = SwarmLimits(
         agents=options.max_agents,
         concurrent=options.concurrent,

@@ -129,6 +129,10 @@ study transfer --seeds x
 swarm nosuch
 swarm run question --docs NONE --model NONE
 swarm run question --docs . --model NONE
+swarm run question --docs . --model embedded:orchestratr
+swarm measure NONE
+swarm measure reader --kinds wid
+swarm collection FILE
 generate
 generate --model NONE --prompt x
 generate --model embedded:skills

@@ -137,10 +137,10 @@ def test_documents_of_fine_tuning_are_conversations_that_went_so():
         read = "".join(one.text for one in segments if isinstance(one, Text) and not one.loss)
         assert "report 1:" in read and "report 1:" not in learned and "{report" in learned
         assert not any(isinstance(one, Image) for one in segments)
-    bare = build_source(
-        SourceConfig(name="p", kind="earlyfusion.rl.swarm.plans:Plans", options={"bare": True})
+    words = build_source(
+        SourceConfig(name="p", kind="earlyfusion.rl.swarm.plans:Plans", options={"in_words": True})
     )
-    assert "# Tools" not in "".join(s.text for s in bare.made(0, "x", False).segments if isinstance(s, Text))
+    assert words.made(0, "x", False).segments[-4].text.count("?") > 1
 
 
 # ---- rewards
