@@ -42,6 +42,8 @@ def fitting(asked: str, text: str) -> list[str]:
     """The sentences of a text that share most with a question, in their order; none where none shares a word
     of more than three letters."""
     wanted = {stem for stem in stems(asked) if len(stem) >= STEM or stem[0].isupper()}
+    # A long line without an end goes on in the next one.
+    text = re.sub(r"(?<=[^\n]{60})(?<![.!?:])\n(?=\S)", " ", text)
     sentences = [one.strip() for one in re.split(r"\n+|(?<=[.!?])\s+", text)]
     shared = [len(wanted & stems(one)) for one in sentences]
     most = max(shared, default=0)

@@ -1,10 +1,16 @@
 """Tools at the endpoint: declared as the model was trained on them, called in the OpenAI form, answered by
 id; the orchestrator that travels with the package, asked by the official openai client and by a swarm."""
 
+import asyncio
 import json
 
 import pytest
-from serve_model import Server, write_model
+from serve_model import KEY, Server, write_model
+
+from earlyfusion.data.tasks.collection import HELDOUT_WORLD, folder_of, world_of
+from earlyfusion.rl.swarm.executor import Swarm, cited, conduct, speaker_of
+from earlyfusion.rl.swarm.library import Library
+from earlyfusion.rl.swarm.reader import Reader
 
 openai = pytest.importorskip("openai")
 protocol = pytest.importorskip("earlyfusion.pipeline.serve.protocol")
@@ -58,5 +64,42 @@ def test_a_model_without_the_chat_form_takes_no_tools(tmp_path):
     try:
         with pytest.raises(openai.BadRequestError, match="not trained on the chat form"):
             server.client.chat.completions.create(model="model", messages=[USER], tools=[TOOL])
+    finally:
+        server.close()
+
+
+def test_the_shipped_orchestrator_calls_and_answers_through_openais_client(monkeypatch):
+    """A list of names becomes calls side by side, whole and streamed; their outputs, by id, an answer; and a
+    swarm over HTTP finds what the documents say, with its sources."""
+    server = Server("embedded:orchestrator", "--context 4096")
+    try:
+        world = world_of(HELDOUT_WORLD)
+        one, two = world.people[:2]
+        swarm = Swarm(Reader(), Library(folder_of(HELDOUT_WORLD)))
+        system = {"role": "system", "content": swarm.system}
+        asked = [system, {"role": "user", "content": f"Where do {one} and {two} live?"}]
+        options = dict(model="model", tools=swarm.tools, max_tokens=700, temperature=0)
+        choice = server.client.chat.completions.create(messages=asked, **options).choices[0]
+        calls = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and calls[0].function.name == "create_subagent"
+        prompts = [json.loads(call.function.arguments)["prompt"] for call in calls[1:]]
+        assert len(prompts) == 2 and all(prompt.startswith("Where does ") for prompt in prompts)
+
+        streamed, reason = [], None
+        for chunk in server.client.chat.completions.create(messages=asked, stream=True, **options):
+            streamed += chunk.choices[0].delta.tool_calls or []
+            reason = chunk.choices[0].finish_reason or reason
+        assert reason == "tool_calls" and [c.function for c in streamed] == [c.function for c in calls]
+
+        outputs = ["reader is ready", f"report 1: {one} lives in Oslo.", f"report 2: {two} lives in Riga."]
+        told = [{"role": "tool", "tool_call_id": c.id, "content": o} for c, o in zip(calls, outputs)]
+        messages = [*asked, choice.message.model_dump(exclude_none=True), *told]
+        last = server.client.chat.completions.create(messages=messages, **options).choices[0]
+        assert last.finish_reason == "stop" and "{report 1}" in last.message.content
+
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        speaker = speaker_of(server.url)
+        answer = asyncio.run(conduct(speaker, asked[1]["content"], swarm))
+        assert swarm.largest_group == 2 and cited(answer, Library(folder_of(HELDOUT_WORLD)))
     finally:
         server.close()

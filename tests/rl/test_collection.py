@@ -106,6 +106,8 @@ def test_a_reader_quotes_what_fits_with_its_place_and_sees_pictures():
     assert seen.text.split(".png. ")[1][0] in "0123456789" and swarm.reports[1].steps == 4
     assert nothing.text == "report 2: nothing holds any of: Xyzzy plugh"
     assert fitting("Where does Ann live?", "Bo lives in Oslo. Ann lives in Riga.") == ["Ann lives in Riga."]
+    wrapped = f"{'Long words before the end of a line that has none, ' * 2}Ann\nlives in Riga.\nNo."
+    assert fitting("Where does Ann live?", wrapped) == [wrapped[:-4].replace("\n", " ")]
 
 
 @pytest.mark.parametrize("kind", ["wide", "long", "report", "deep"])
@@ -140,7 +142,9 @@ def test_documents_of_fine_tuning_are_conversations_that_went_so():
     words = build_source(
         SourceConfig(name="p", kind="earlyfusion.rl.swarm.plans:Plans", options={"in_words": True})
     )
-    assert words.made(0, "x", False).segments[-4].text.count("?") > 1
+    segments = words.made(0, "x", False).segments
+    learned = "".join(one.text for one in segments if isinstance(one, Text) and one.loss)
+    assert learned.count("?") > 1 and "assign_task" not in learned
 
 
 # ---- rewards
