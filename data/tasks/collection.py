@@ -23,12 +23,12 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from earlyfusion.data.shards.fetch import cache_root
 from earlyfusion.data.synth.graph import on_side
 from earlyfusion.data.tasks.pictures import Counting
-from earlyfusion.data.tasks.problem import Problem, Split, Task, TaskError, task
+from earlyfusion.data.tasks.problem import Knobs, Problem, Split, Task, TaskError, task
 from earlyfusion.kernels.errors import did_you_mean
 
 PART = 1500
@@ -196,7 +196,7 @@ class _Objects(Counting):
     """How many objects there are, one to three."""
 
     name = "counting"
-    levels = ({**Counting.levels[0], "kinds": ("all",)},)
+    levels: ClassVar[tuple[Knobs, ...]] = ({**Counting.levels[0], "kinds": ("all",)},)  # type: ignore[assignment]
 
 
 @cache
@@ -261,7 +261,7 @@ class Collection(Task):
             raise TaskError(
                 f"collection: kinds {list(kinds)}, worlds {worlds}; expected at least one of each"
             )
-        self.kinds, self.worlds = tuple(kinds), worlds
+        self.asked, self.worlds = tuple(kinds), worlds
 
     def heldout(self, combination: str) -> bool:
         """By the collection: the two sides share no name."""
@@ -270,7 +270,7 @@ class Collection(Task):
     def draw(self, rng: Random, heldout: bool, knobs: Any) -> Problem:
         """See Task."""
         seed = rng.randrange(self.worlds) + HELDOUT_WORLD * heldout
-        return self.ask(seed, rng, rng.choice(self.kinds), knobs)
+        return self.ask(seed, rng, rng.choice(self.asked), knobs)
 
     def ask(self, seed: int, rng: Random, kind: str, knobs: Any) -> Problem:
         """A question of a kind about the collection of a seed."""

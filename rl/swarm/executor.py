@@ -285,8 +285,8 @@ def speaker_of(agents: str, model: str | None = None) -> Speaker:
         return Scripted(function_at(agents, "agents"), agents)
     # Float32 on this machine's CPU, whatever the weights are kept in.
     folder = model_folder(agents)
-    model = load_model(folder, dtype=torch.float32)
-    return Local(model, Tokenizer.load(folder), name=model_name(folder))
+    net = load_model(folder, dtype=torch.float32)
+    return Local(net, Tokenizer.load(folder), name=model_name(folder))
 
 
 def cited(answer: str, library: Library) -> Sequence[str]:

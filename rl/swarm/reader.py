@@ -64,8 +64,8 @@ class Reader:
         asked, since = messages[last].text, messages[last + 1 :]
         calls = [call for one in since for call in one.calls]
         if not calls:
-            place = PLACE.search(asked)
-            return self._call("read", place=place[0]) if place else self._call("search", query=asked)
+            named = PLACE.search(asked)
+            return self._call("read", place=named[0]) if named else self._call("search", query=asked)
         found = since[-1]
         if calls[-1].tool == "search":
             hit = PLACE.match(found.text)
