@@ -77,6 +77,7 @@ SWARMS = {
     "measure": Verb(
         "earlyfusion.rl.swarm.verbs:measure", "an orchestrator on held-out questions, beside its bounds"
     ),
+    "plans": Verb("earlyfusion.rl.swarm.bounds:plans", "plans of the task gather, beside their bounds"),
     "collection": Verb(
         "earlyfusion.rl.swarm.verbs:collection", "a folder of documents and pictures to ask about"
     ),

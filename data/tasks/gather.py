@@ -5,7 +5,7 @@
 
 A letter is looked up by the one who plans, at its cost of 2 to 4 steps; "(f k)" is an assignment, "!" runs
 all that stand before it as one group. A sub-agent takes one step and the costs of its items, and finds
-nothing beyond its cap. A group costs one step and its longest way over six places (Kimi K2.5, section 3).
+nothing beyond its cap. A group costs one step and its longest way over eight places (Kimi K2.5, section 3).
 What is not done when the budget ends is not found. Costs belong to letters and are told to nobody.
 
 Rewards (`earlyfusion.data.tasks.gather:parallel`, ...): perf is the task's own, F1 of items; parallel, the
@@ -23,7 +23,7 @@ from earlyfusion.data.tasks.problem import Problem, Task, task
 
 ITEMS = "abcdefghijklmnop"
 COSTS = {item: Random(f"gather/{item}").randint(2, 4) for item in ITEMS}
-PLACES, CAP = 6, 6
+PLACES, CAP = 8, 6
 """Sub-agents at work at a time; steps after which one of them has found nothing."""
 SPAWNS = 0.25
 """Share of the documents of pretraining whose plan has random assignments."""
