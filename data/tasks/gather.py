@@ -118,12 +118,15 @@ class Gather(Task):
         budget = knobs["budget"]
         plan = serial(wanted)
         if rng.random() < SPAWNS:
-            # The form of an assignment, and no strategy.
-            cuts = sorted(rng.sample(range(len(wanted) + 1), 2))
-            own, given = wanted[: cuts[0]], wanted[cuts[0] : cuts[1]]
-            junk = "".join(rng.sample(ITEMS, rng.randint(1, 3)))
-            parts = [" ".join(part) for part in (given, junk) if part]
-            plan = " ".join([*own, *(f"({part})" for part in parts), "!", *wanted[cuts[1] :]])
+            # The form of assignments, and no strategy: their sizes are those of chance, and one is junk.
+            cut, parts = rng.randint(1, len(wanted)), [rng.sample(ITEMS, rng.randint(1, 3))]
+            given, own = wanted[:cut], wanted[cut:]
+            while given:
+                size = rng.randint(1, 3)
+                parts.append([*given[:size]])
+                given = given[size:]
+            rng.shuffle(parts)
+            plan = " ".join([*(f"({' '.join(part)})" for part in parts), "!", *own])
         words = f"find: {' '.join(wanted)}, budget {budget}"
         meta = {"wanted": wanted, "budget": budget}
         return Problem(

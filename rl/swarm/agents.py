@@ -25,6 +25,7 @@ from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.models.base import EndpointModel
 from earlyfusion.eval.models.tokens import content_parts
+from earlyfusion.kernels.aside import aside
 from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
@@ -85,7 +86,9 @@ class Scripted:
 
     async def say(self, messages: Sequence[Message], tools: Sequence[Record], most_tokens: int) -> Said:
         """See Speaker."""
-        found = self.function(messages)
+        # A plain function may hang; in a thread it costs its own assignment alone.
+        plain = not inspect.iscoroutinefunction(self.function)
+        found = await aside(self.function, messages) if plain else self.function(messages)
         if inspect.isawaitable(found):
             found = await found
         if isinstance(found, str):

@@ -167,6 +167,18 @@ def test_whatever_goes_wrong_is_told_and_the_run_goes_on():
     assert swarm.counts["assigned"] == 5 and swarm.counts["finished"] == 3
 
 
+def test_a_plain_function_that_never_returns_costs_its_own_assignment():
+    def stuck(messages):
+        time.sleep(60 if messages[-1].text == "hang" else 0)
+        return "fine"
+
+    begun = time.monotonic()
+    swarm = Swarm(Scripted(stuck), limits=SwarmLimits(sub=Limits(seconds=0.3)))
+    told = act(swarm, *make("a"), *give(("a", "hang"), ("a", "ok")))
+    assert told[1:] == ["not finished: no answer within 0.3 s", "report 2: fine"]
+    assert time.monotonic() - begun < 20, "nothing waits for it at the end"
+
+
 def test_ten_thousand_assignments_and_an_agent_without_end_are_bounded():
     swarm = Swarm(Scripted(lambda messages: "x"), limits=SwarmLimits(concurrent=64))
     told = act(swarm, *make("a"), *give(*[("a", "t")] * 10_000))
