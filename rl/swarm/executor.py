@@ -178,7 +178,7 @@ class Swarm:
                     self._step()
                 looked += 1
             elif call.tool == "assign_task":
-                refused = self._refused(call, len(group))
+                refused = self._refused(call, [given for _, given in group])
 
             # Agents of this message can be given work in it.
             if refused is not None:
@@ -204,7 +204,7 @@ class Swarm:
         self.critical_steps += 1
         self.total_steps += 1
 
-    def _refused(self, call: ToolCall, ahead: int) -> str | None:
+    def _refused(self, call: ToolCall, ahead: Sequence[ToolCall]) -> str | None:
         """Why an assignment is not run."""
         try:
             inspect.signature(self.assign_task).bind(**call.arguments)
@@ -213,7 +213,9 @@ class Swarm:
         agent = str(call.arguments["agent"])
         if agent not in self.systems:
             return f"there is no sub-agent {agent!r}; {did_you_mean(agent, self.systems)}"
-        if ahead >= MOST_ASSIGNMENTS:
+        if call in ahead:
+            return f"not run: assignment {ahead.index(call) + 1} of this message is the same"
+        if len(ahead) >= MOST_ASSIGNMENTS:
             return TOO_MANY
         return self.spent or None
 

@@ -181,9 +181,11 @@ def test_a_plain_function_that_never_returns_costs_its_own_assignment():
 
 def test_ten_thousand_assignments_and_an_agent_without_end_are_bounded():
     swarm = Swarm(Scripted(lambda messages: "x"), limits=SwarmLimits(concurrent=64))
-    told = act(swarm, *make("a"), *give(*[("a", "t")] * 10_000))
+    told = act(swarm, *make("a"), *give(*[("a", str(i)) for i in range(10_000)]))
     assert len(told) == 10_001 and swarm.assigned == executor.MOST_ASSIGNMENTS
     assert told[-1] == executor.TOO_MANY
+    same = act(Swarm(Scripted(lambda messages: "x")), *make("a"), *give(*[("a", "t")] * 10_000))
+    assert set(same[2:]) == {"not run: assignment 1 of this message is the same"} and same[1] == "report 1: x"
     endless = Swarm(
         Scripted(lambda messages: [("search", {"query": "x"})]), limits=SwarmLimits(sub=Limits(steps=5))
     )
