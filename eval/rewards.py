@@ -13,6 +13,7 @@ response):
     messages      the conversation, from the prompt to the answer, tools and environments included
     ids           the generated tokens
     reward        what the environment paid, None without one that pays
+    counts        what the environment counted over the answer, by name
     group         the Responses to one prompt that ended by themselves; then a list of numbers is returned
 
     def brief(problem, response): return 1.0 if len(response) < 40 else 0.0
@@ -36,7 +37,7 @@ import multiprocessing
 import pickle
 import queue
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -55,7 +56,7 @@ RewardFunction = Callable[..., Any]
 Isolation = Literal["inline", "process"]
 # From well to worst; metrics.jsonl counts all but the first.
 STATUSES = ("ok", "outside", "invalid", "error", "timeout", "died")
-SEEN = ("problem", "response", "messages", "ids", "reward", "group")
+SEEN = ("problem", "response", "messages", "ids", "reward", "counts", "group")
 """What a function may ask for."""
 START_S = 120.0
 """Most a worker process may take to import its reward."""
@@ -76,6 +77,7 @@ class Response:
     messages: tuple[Message, ...] = ()
     ids: tuple[int, ...] = ()
     reward: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def facts_of(run: Record, folder: Path) -> Record:
     trained, measured = last.get("train", {}), last.get("eval", {})
 
     sources: Record = {}
-    for source in recipe.get("data", {}).get("sources", []):
+    for source in (recipe.get("data") or {}).get("sources", []):
         # A kind of the user's own is not imported for its licence.
         kind = KINDS.get(source["kind"])
         share = trained.get(f"data/share/{source['name']}")

@@ -115,8 +115,8 @@ class TaskEntry(Section):
 
     name: str
     """Task of data/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
-    jigsaw, maze, odd_one_out, geometry, arithmetic, needle, rule, shelf, gather, text_math, or "file": your
-    own questions (data/tasks/file.py); or "package.module:Class" of your own."""
+    jigsaw, maze, odd_one_out, geometry, arithmetic, needle, rule, shelf, gather, collection, text_math, or
+    "file": your own questions (data/tasks/file.py); or "package.module:Class" of your own."""
     difficulty: NonNegativeInt = 0
     """Level of the task."""
     weight: NonNegativeFloat = 1.0

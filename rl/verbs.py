@@ -35,6 +35,8 @@ BENCHES["environments"] = Verb(
     "earlyfusion.rl.bench:environments", "conversations with slow environments, beside the engine"
 )
 
+BENCHES["swarm"] = Verb("earlyfusion.rl.bench:swarm", "sub-agents side by side and one after the other")
+
 # The fourth way, reinforcement learning with a length reward and a lower token limit, is `earlyfusion rl`.
 WAYS = {
     "average": Verb("earlyfusion.rl.long2short.average:average", "merge the weights of two or more models"),
@@ -72,6 +74,13 @@ def long2short() -> None:
 
 SWARMS = {
     "run": Verb("earlyfusion.rl.swarm.verbs:run", "answer a question, with a live tree and a timeline"),
+    "measure": Verb(
+        "earlyfusion.rl.swarm.verbs:measure", "an orchestrator on held-out questions, beside its bounds"
+    ),
+    "plans": Verb("earlyfusion.rl.swarm.bounds:plans", "plans of the task gather, beside their bounds"),
+    "collection": Verb(
+        "earlyfusion.rl.swarm.verbs:collection", "a folder of documents and pictures to ask about"
+    ),
 }
 
 

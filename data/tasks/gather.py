@@ -1,16 +1,16 @@
 """Wide search under a budget, in a plan of one line: what to look up oneself, and what to give to sub-agents.
 
-    find: c f k m, budget 10           a question: items, critical steps
+    find: c f k m, budget 7            a question: items, critical steps
      c (f k) (m) !                     c oneself, two assignments that run side by side
 
 A letter is looked up by the one who plans, at its cost of 2 to 4 steps; "(f k)" is an assignment, "!" runs
 all that stand before it as one group. A sub-agent takes one step and the costs of its items, and finds
-nothing beyond its cap. A group costs one step and its longest way over six places (Kimi K2.5, section 3).
+nothing beyond its cap. A group costs one step and its longest way over eight places (Kimi K2.5, section 3).
 What is not done when the budget ends is not found. Costs belong to letters and are told to nobody.
 
-Rewards (`earlyfusion.data.tasks.gather:parallel`, ...): perf is the task's own, F1 of items; parallel, the
-share of places that assignments would fill; finish, the share of assignments that brought something new that
-was asked for; collapsed and steps are counted, at weight 0.
+Rewards (`earlyfusion.data.tasks.gather:parallel`, ...): perf is the task's own, F1 of items; parallel,
+assignments as a share of what there is to assign; finish, the share of assignments that brought something new
+that was asked for; collapsed and steps are counted, at weight 0.
 """
 
 import heapq
@@ -23,7 +23,7 @@ from earlyfusion.data.tasks.problem import Problem, Task, task
 
 ITEMS = "abcdefghijklmnop"
 COSTS = {item: Random(f"gather/{item}").randint(2, 4) for item in ITEMS}
-PLACES, CAP = 6, 6
+PLACES, CAP = 8, 6
 """Sub-agents at work at a time; steps after which one of them has found nothing."""
 SPAWNS = 0.25
 """Share of the documents of pretraining whose plan has random assignments."""
@@ -107,9 +107,9 @@ class Gather(Task):
     """See the file's head. Knobs: items (least, most), budget."""
 
     levels = (
-        {"items": (2, 8), "budget": 10},
-        {"items": (6, 8), "budget": 10},
-        {"items": (8, 8), "budget": 10},
+        {"items": (2, 8), "budget": 7},
+        {"items": (6, 8), "budget": 7},
+        {"items": (8, 8), "budget": 7},
     )
 
     def draw(self, rng: Random, heldout, knobs):
@@ -118,12 +118,15 @@ class Gather(Task):
         budget = knobs["budget"]
         plan = serial(wanted)
         if rng.random() < SPAWNS:
-            # The form of an assignment, and no strategy.
-            cuts = sorted(rng.sample(range(len(wanted) + 1), 2))
-            own, given = wanted[: cuts[0]], wanted[cuts[0] : cuts[1]]
-            junk = "".join(rng.sample(ITEMS, rng.randint(1, 3)))
-            parts = [" ".join(part) for part in (given, junk) if part]
-            plan = " ".join([*own, *(f"({part})" for part in parts), "!", *wanted[cuts[1] :]])
+            # The form of assignments, and no strategy: their sizes are those of chance, and one is junk.
+            cut, parts = rng.randint(1, len(wanted)), [rng.sample(ITEMS, rng.randint(1, 3))]
+            given, own = wanted[:cut], wanted[cut:]
+            while given:
+                size = rng.randint(1, 3)
+                parts.append([*given[:size]])
+                given = given[size:]
+            rng.shuffle(parts)
+            plan = " ".join([*(f"({' '.join(part)})" for part in parts), "!", *own])
         words = f"find: {' '.join(wanted)}, budget {budget}"
         meta = {"wanted": wanted, "budget": budget}
         return Problem(
@@ -144,8 +147,10 @@ def outcome(problem: Problem, response: str) -> Outcome:
 
 
 def parallel(problem: Problem, response: str) -> float:
-    """r_parallel: assignments as a share of the places, 1 at most; against serial collapse."""
-    return min(1.0, outcome(problem, response).assigned / PLACES)
+    """r_parallel: assignments as a share of the items asked for, or of the places where these are fewer, 1 at
+    most; against serial collapse. More than can be of use is not paid."""
+    most = min(PLACES, len(problem.meta["wanted"]))
+    return min(1.0, outcome(problem, response).assigned / most)
 
 
 def finish(problem: Problem, response: str) -> float:

@@ -9,16 +9,25 @@ Options are keywords; an unknown name is told with the nearest.
 from typing import Any
 
 # Imported for what they register.
-from earlyfusion.data.tasks import episode, file, gather, needle, pages, pictures, puzzles, rule, shelf  # noqa: F401
+from earlyfusion.data.tasks import (  # noqa: F401
+    collection,
+    episode,
+    file,
+    gather,
+    needle,
+    pages,
+    pictures,
+    puzzles,
+    rule,
+    shelf,
+)
 from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
 
-PROCEDURAL = tuple(
-    name
-    for name, made in TASKS.items()
-    if made.levels and name not in ("text_math", "file", "episode", "needle", "shelf", "gather", "pages")
-)
+NEEDY = ("text_math", "file", "episode", "needle", "shelf", "gather", "collection", "pages")
+"""Tasks that need data, a tool or a way of answering of their own."""
+PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name not in NEEDY)
 """Tasks with problems of one picture that need no data and no tool."""
 EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
 """Tasks that `earlyfusion eval` asks."""

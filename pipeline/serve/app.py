@@ -9,9 +9,9 @@
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
     POST /page  GET /page/{id}  a page that the model wrote, to be looked at (website.py)
 
-Chat and completions, streamed or whole; pictures, video files and video frames as data URLs. It listens on
-loopback unless told otherwise, and there serves only loopback names. SIGTERM or Ctrl-C: no new requests,
-those in flight get --grace seconds to end.
+Chat and completions, streamed or whole; tools, where the model speaks the chat form; pictures, video files
+and video frames as data URLs. It listens on loopback unless told otherwise, and there serves only loopback
+names. SIGTERM or Ctrl-C: no new requests, those in flight get --grace seconds to end.
 
 Errors: 400 what cannot be served, 401 a wrong key, 403 a foreign Host, 404 an unknown model or path, 408 too
 slow, 413 too large, 429 the line is full, 503 busy or stopping. There are no CORS headers.
@@ -172,6 +172,9 @@ class Service:
         incoming = http.state.incoming
         body = read(ChatRequest, incoming.taken())
         params = self.params(body)
+        if body.tools and self.template != "chat":
+            text = "tools: this model was not trained on the chat form; fine-tune it with earlyfusion sft"
+            raise Refused(text, param="tools", code="unsupported_parameter")
         messages, length = body.conversation(self.limits)
         body.messages.clear()  # the data URLs, which are as large as the body
         prompt = await self.preparer.prompt(messages, length)

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from earlyfusion.data.chat.template import Message, Template, call_from
+from earlyfusion.data.chat.template import Message, Template, call_from, tools_message
 from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
@@ -147,11 +147,12 @@ class Turn(BaseModel):
         texts += [self.reasoning_content or "", json.dumps(self.tool_calls or "")]
         return sum(map(len, texts))
 
-    def message(self, number: int, frames: int) -> Message:
+    def message(self, number: int, frames: int, called: Sequence[Record] = ()) -> Message:
         """The turn as a Message: an assistant's with its thinking and calls, a tool's with the tool's name.
 
-        number: place among the messages. frames: most frames that a video file may give. Raises Refused for
-        media that are no data URLs, DataError for calls that are none.
+        number: place among the messages. frames: most frames that a video file may give. called: the calls of
+        the assistant's message before, one of which a tool answers. Raises Refused for media that are no
+        data URLs, DataError for calls that are none.
         """
         content = tuple(segment_of(part, frames) for part in self.content)
         match self.role:
@@ -159,9 +160,14 @@ class Turn(BaseModel):
                 calls = tuple(call_from(call, number) for call in self.tool_calls or [])
                 return Message("assistant", content, thinking=self.reasoning_content, calls=calls)
             case "tool":
+                # OpenAI's clients send an id and no name; the model was trained on both.
+                for index, call in enumerate(called, 1):
+                    if self.tool_call_id and call.get("id") == self.tool_call_id:
+                        named = self.name or call_from(call, number).tool
+                        return Message("tool", content, tool=named, index=index)
                 # The ids that this server gives are call_1, call_2, ...
-                index = self.tool_call_id.rpartition("call_")[2][:6]
-                return Message("tool", content, tool=self.name, index=int(index) if index.isdecimal() else 1)
+                found = self.tool_call_id.rpartition("call_")[2][:6]
+                return Message("tool", content, tool=self.name, index=int(found) if found.isdecimal() else 1)
             case "developer":
                 return Message("system", content)
         return Message(self.role, content)
@@ -181,14 +187,14 @@ def as_list(given: Any) -> Any:
 
 # Fields that OpenAI knows and this server does not: taken where they change nothing.
 UNSERVED = set(
-    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format top_k"
+    "frequency_penalty presence_penalty logit_bias suffix echo functions response_format top_k"
     " repetition_penalty".split()
 )
 # A factor that changes nothing is one.
 FACTORS = {"repetition_penalty"}
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, {"type": "text"})
 # Fields that never change an answer.
-UNREAD = {"user", "metadata", "store", "tool_choice"}
+UNREAD = {"user", "metadata", "store"}
 
 Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
 Count = Annotated[int, Field(ge=0)]
@@ -243,6 +249,10 @@ class ChatRequest(Common):
         None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     logprobs: bool = False
+    tools: Annotated[list[Record], Field(max_length=CALLS)] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    """Nothing here can force a call."""
+    parallel_tool_calls: Literal[True] = True
     top_logprobs: int = Field(0, ge=0, le=TOP)
     """So many of the likeliest tokens beside every chosen one; with logprobs"""
 
@@ -252,7 +262,8 @@ class ChatRequest(Common):
         Media come from data URLs (base64 only). Everything is counted before any of it is decoded.
         """
         # Counts first: decoding is what costs.
-        media = length = 0
+        offered = self.tools if self.tool_choice == "auto" else []
+        media, length = 0, len(json.dumps(offered))
         for turn in self.messages:
             length += turn.characters()
             for part in turn.content:
@@ -264,7 +275,12 @@ class ChatRequest(Common):
         limits.check_characters(length, "messages")
 
         frames = max(limits.images - media + 1, 1)
-        return [turn.message(number, frames) for number, turn in enumerate(self.messages)], length
+        messages = [tools_message(offered)] if offered else []
+        called: list[Record] = []
+        for number, turn in enumerate(self.messages):
+            called = (turn.tool_calls or []) if turn.role == "assistant" else called
+            messages.append(turn.message(number, frames, called))
+        return messages, length
 
 
 Prompt = str | Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
@@ -387,6 +403,7 @@ class Answer:
             # The engine cuts its own text at a stop string, not the ids.
             ends = [parsed.text.find(stop) for stop in self.body.stop if stop in parsed.text]
             message |= {"content": parsed.text[: min(ends, default=None)], **tool_calls(parsed)}
+            choice = reasoned(choice, parsed)
             if parsed.thinking is not None:
                 message["reasoning_content"] = parsed.thinking
         return {**choice, "message": message}
@@ -414,7 +431,8 @@ class Answer:
                     if key is not None:
                         delta[key] = delta.get(key, "") + text
             if done is not None:
-                delta |= tool_calls(parse_assistant(done.ids, self.tokenizer).message)
+                parsed = parse_assistant(done.ids, self.tokenizer).message
+                delta, choice = delta | tool_calls(parsed), reasoned(choice, parsed)
         return self.chunk([{**choice, "delta": delta}])
 
     def chunk(self, choices: list[Record], **more: Any) -> str:
@@ -481,6 +499,12 @@ def wants_logprobs(body: ChatRequest | CompletionRequest) -> bool:
 def sse(value: Record) -> str:
     """A JSON object as one server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
+
+
+def reasoned(choice: Record, message: Message) -> Record:
+    """A choice that ends with calls says so."""
+    ended = bool(message.calls) and choice["finish_reason"] == "stop"
+    return {**choice, "finish_reason": "tool_calls"} if ended else choice
 
 
 def tool_calls(message: Message) -> Record:

@@ -36,6 +36,7 @@ from earlyfusion.data.chat.template import Message
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.kernels.aside import aside
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import function_at
 
@@ -67,6 +68,10 @@ class Environment:
     def step(self, message: Message) -> Any:
         """Take the assistant's message; returns a Step, or (messages, reward or None, done)."""
         raise NotImplementedError
+
+    def answer(self, text: str) -> str:
+        """What the reward sees of the assistant's last word; it must not raise."""
+        return text
 
     def close(self) -> Any:
         """Give back what the instance holds."""
@@ -186,25 +191,7 @@ class Loop:
         if inspect.iscoroutinefunction(method):
             found: Coroutine[Any, Any, Any] = method(*given)
             return await found
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-
-        def tell(outcome: Callable[[Any], None], value: Any) -> None:
-            # Nobody waits any more after the deadline.
-            if not waiter.done():
-                outcome(value)
-
-        def work() -> None:
-            try:
-                value, outcome = method(*given), waiter.set_result
-            except Exception as error:
-                value, outcome = error, waiter.set_exception
-            except BaseException as error:  # SystemExit must not end this thread in silence
-                value, outcome = RuntimeError(f"{type(error).__name__}: {error}"), waiter.set_exception
-            loop.call_soon_threadsafe(tell, outcome, value)
-
-        threading.Thread(target=work, daemon=True, name="environment").start()
-        return await waiter
+        return await aside(method, *given)
 
     def close(self) -> None:
         """Stop the loop; what does not end within a second is dropped."""

@@ -64,13 +64,14 @@ Turn = tuple[engine.Request, PausedSample | None]
 COUNTED = (
     "answers valid turns calls ok error timeout memory output_limit forbidden blocked not_a_program actions"
     " not_an_action malformed over_turns over_tokens unavailable failed late"
+    " assigned finished critical_steps total_steps"
 ).split()
 """answers; those with a valid call or action (valid); messages that were replied to (turns); programs and
 functions run (calls) by how they ended (ok ... forbidden); refusals of the sandbox, which a program may catch
 (blocked); calls of another tool or without code (not_a_program); actions of a game, and messages without one
 (not_an_action); messages whose markup is broken around a call (malformed); messages after the last turn;
 replies without room; programs that could not be started (unavailable); environments that raised (failed) or
-missed their deadline (late)."""
+missed their deadline (late); what a swarm did (assigned ...)."""
 
 
 class Budget(NamedTuple):
@@ -225,6 +226,7 @@ class Episode:
     paid: float | None = None
     left: PausedSample | None = None
     answer: Trajectory | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def generated(self) -> int:
@@ -261,7 +263,8 @@ class Episode:
             routing=np.concatenate(routing) if len(routing) == len(self.parts) else None,
         )
         said, lines = tuple(self.said), "\n".join(self.lines)
-        return Trajectory(self.prompt, completion, tuple(self.inserted), lines, said, self.paid)
+        inserted, counts = tuple(self.inserted), dict(self.counts)
+        return Trajectory(self.prompt, completion, inserted, lines, said, self.paid, counts)
 
 
 class Episodes:
@@ -400,6 +403,7 @@ class Episodes:
         # In the main thread, where the order of the engine's steps decides: counters are repeatable.
         counts["turns"] += 1
         counts.update(step.counts)
+        talk.counts.update(step.counts)
         talk.valid |= bool(step.counts.get("calls") or step.counts.get("actions") or not step.counts)
         if step.reward is not None:
             talk.paid = (talk.paid or 0.0) + step.reward
@@ -447,6 +451,9 @@ class Episodes:
     def _end(self, talk: Episode, answer: str, reason: engine.FinishReason | None = None) -> bool:
         self.environments.counts["answers"] += 1
         self.environments.counts["valid"] += talk.valid
+        # What a swarm's last word comes to: it may take in what others wrote.
+        if answer and talk.turns and hasattr(made := talk.begun.result().made, "answer"):
+            answer = made.answer(answer)
         talk.answer = talk.whole(reason or talk.parts[-1].finish_reason, answer)
         self.environments.end(talk.begun)
         return True

@@ -381,7 +381,7 @@ def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
         before = group.prompt.messages if "messages" in rewards.asked or rewards.whole_groups else ()
         for t in ended:
             talk = (*before, *t.messages) if before else ()
-            answers.append(Response(group.problem, t.answer, talk, tuple(t.ids), t.paid))
+            answers.append(Response(group.problem, t.answer, talk, tuple(t.ids), t.paid, t.counts))
     judged = iter(rewards(answers, sizes))
     scored: list[Scored] = []
     for group in groups:

@@ -10,9 +10,9 @@ A prompt is read once for all samples of its group.
 Shapes: T tokens of a packed row, M generated tokens in it, L MoE layers, J experts per token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Trajectory:
     The completion holds generated tokens alone, so lengths, log-probabilities, entropies and losses are
     theirs. inserted: what stands between them, in order; it is read and never trained. shown: the whole
     answer as people read it, "" where that is the completion's text. messages: the same as messages, for
-    rewards. paid: what an environment gave for it, None without one that pays.
+    rewards. paid: what an environment gave for it, None without one that pays; counts: what it counted.
     """
 
     prompt: Prompt
@@ -57,6 +57,7 @@ class Trajectory:
     shown: str = ""
     messages: tuple[Message, ...] = ()
     paid: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[int]:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.chat.template import Message, ToolCall, tools_message
+from earlyfusion.data.chat.template import Message, Template, ToolCall, tools_message
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.models.base import EndpointModel
 from earlyfusion.eval.models.tokens import content_parts
+from earlyfusion.kernels.aside import aside
 from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
@@ -85,7 +86,9 @@ class Scripted:
 
     async def say(self, messages: Sequence[Message], tools: Sequence[Record], most_tokens: int) -> Said:
         """See Speaker."""
-        found = self.function(messages)
+        # A plain function may hang; in a thread it costs its own assignment alone.
+        plain = not inspect.iscoroutinefunction(self.function)
+        found = await aside(self.function, messages) if plain else self.function(messages)
         if inspect.isawaitable(found):
             found = await found
         if isinstance(found, str):
@@ -146,7 +149,7 @@ def openai_message(message: Message) -> Record:
 
 class Local:
     """A model of this machine: all that is said at a time is decoded in one batch. temperature 0 takes the
-    likeliest token."""
+    likeliest token. template: the form that the model was trained on."""
 
     def __init__(
         self,
@@ -157,8 +160,10 @@ class Local:
         slots: int = 16,
         most_tokens: int = 8192,
         temperature: float = 0.0,
+        template: Template = "chat",
     ) -> None:
         self.model, self.tokenizer, self.name, self.temperature = model, tokenizer, name, temperature
+        self.template = template
         page = 16
         engine = Engine(
             model, tokenizer, max_slots=slots, page_size=page, max_pages=slots * (most_tokens // page + 1)
@@ -169,7 +174,7 @@ class Local:
     async def say(self, messages: Sequence[Message], tools: Sequence[Record], most_tokens: int) -> Said:
         """See Speaker. Raises RequestError for a conversation that is longer than the engine's memory."""
         told = [tools_message(list(tools)), *messages] if tools else list(messages)
-        prompt = encode_chat(told, self.tokenizer, self.model.config.vision)
+        prompt = encode_chat(told, self.tokenizer, self.model.config.vision, template=self.template)
         room = max(1, self.most_tokens - len(prompt.ids) - 1)
         params = SamplingParams(min(most_tokens, room), self.temperature)
         request = Request(f"agent-{next(self._numbers)}", prompt, params, pieces=False)
@@ -177,7 +182,10 @@ class Local:
         async for event in self.worker.stream([request]):
             if event.completion is not None:
                 ids = list(event.completion.ids)
-        return Said(parse_assistant(ids, self.tokenizer).message, len(prompt.ids), len(ids))
+        message = parse_assistant(ids, self.tokenizer).message
+        if self.template == "qa":
+            message = Message("assistant", (Text(self.tokenizer.decode(ids, skip_special=True).strip()),))
+        return Said(message, len(prompt.ids), len(ids))
 
     def close(self) -> None:
         """Stop the engine's thread."""

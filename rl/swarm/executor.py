@@ -12,16 +12,19 @@ Tools of the orchestrator, in the chat form (Kimi K2.5, section 3):
 
 Sub-agents have the library alone: they make no agents. A group runs as coroutines, `concurrent` at a time;
 what fails, is too late or beyond a limit is told to the orchestrator as the output of its call, and the run
-goes on. As an environment ("swarm") the orchestrator is what reinforcement learning trains; sub-agents are
-frozen, and what they write stands in tool messages, which no loss sees.
+goes on. Its answer takes in a report whole by its number, {report 2}: so it can be longer than what one agent
+writes, and nothing has to be copied. As an environment ("swarm") the orchestrator is what reinforcement
+learning trains; sub-agents are frozen, and what they write stands in tool messages, which no loss sees.
 """
 
 import asyncio
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from earlyfusion.data.chat.declare import declaration
 from earlyfusion.data.chat.template import Message, ToolCall
@@ -31,7 +34,7 @@ from earlyfusion.data.tasks.gather import longest_way
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.files import Record, function_at
-from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.swarm.agents import (
     Endpoint,
@@ -45,10 +48,12 @@ from earlyfusion.rl.swarm.agents import (
     work,
 )
 from earlyfusion.rl.swarm.library import Library
+from earlyfusion.rl.swarm.reader import Reader
 from earlyfusion.rl.swarm.spans import Trace
 
 MOST_ASSIGNMENTS = 64
-"""Assignments of one message that are run; the others are told so."""
+"""Assignments of one message that are run, and own look-ups; the others are told so."""
+TOO_MANY = f"not run: at most {MOST_ASSIGNMENTS} in one message"
 MOST_NAME = 64
 """Characters of an agent's name."""
 
@@ -104,7 +109,8 @@ class Swarm:
         self.systems: dict[str, str] = {}
         self.turn = self.critical_steps = self.total_steps = self.tokens = 0
         self.assigned = self.finished = self.largest_group = 0
-        self.reports: list[Report] = []
+        self.reports: dict[int, Report] = {}
+        """Number of an assignment, from 1 -> what came of it."""
 
     def create_subagent(self, name: str, system_prompt: str) -> str:
         """Make a sub-agent that can be given work by its name."""
@@ -125,6 +131,12 @@ class Swarm:
     def tools(self) -> list[Record]:
         """Declarations of the orchestrator's tools."""
         return [declaration(self.create_subagent), declaration(self.assign_task), *self.declared]
+
+    @property
+    def system(self) -> str:
+        """What the orchestrator is told first, the budget in it."""
+        steps = self.limits.steps
+        return ORCHESTRATOR + (f" You have {steps} critical steps." if steps else "")
 
     @property
     def spent(self) -> str:
@@ -152,31 +164,47 @@ class Swarm:
     async def act(self, message: Message, parent: int | None = None) -> list[Message]:
         """Run the calls of an orchestrator's message; one tool message for every call, in their order."""
         self.turn += 1
-        self.critical_steps += 1
-        self.total_steps += 1
+        self._step()
         answers: dict[int, Message] = {}
+        looked = 0
         group: list[tuple[int, ToolCall]] = []
         direct = {"create_subagent": self.create_subagent, **self.own}
         for number, call in enumerate(message.calls, 1):
+            refused: str | None = None
+            if call.tool in self.own:
+                # What it looks up itself is done one after the other, a step each.
+                refused = self.spent or (looked >= MOST_ASSIGNMENTS and TOO_MANY) or None
+                if looked and refused is None:
+                    self._step()
+                looked += 1
+            elif call.tool == "assign_task":
+                refused = self._refused(call, [given for _, given in group])
+
             # Agents of this message can be given work in it.
-            if call.tool != "assign_task":
+            if refused is not None:
+                answers[number] = Message("tool", shown(refused), tool=call.tool, index=number)
+            elif call.tool != "assign_task":
                 answers[number] = await call_tool(direct, call, number, self.trace, parent)
-            elif (refused := self._refused(call, len(group))) is not None:
-                answers[number] = Message("tool", shown(refused), tool="assign_task", index=number)
             else:
                 group.append((number, call))
 
-        room = asyncio.Semaphore(self.limits.concurrent)
-        reports = await asyncio.gather(*(self._assignment(call, room, parent) for _, call in group))
-        for (number, _), report in zip(group, reports):
-            text = report.text if report.finished else f"not finished: {report.why}"
+        room, first = asyncio.Semaphore(self.limits.concurrent), self.assigned + 1
+        self.assigned += len(group)
+        work_of = (self._assignment(i, call, room, parent) for i, (_, call) in enumerate(group, first))
+        reports = await asyncio.gather(*work_of)
+        for i, ((number, _), report) in enumerate(zip(group, reports), first):
+            text = f"report {i}: {report.text}" if report.finished else f"not finished: {report.why}"
             answers[number] = Message("tool", shown(text), tool="assign_task", index=number)
         if group:
             self.critical_steps += longest_way([one.steps for one in reports], self.limits.concurrent)
             self.largest_group = max(self.largest_group, len(group))
         return [answers[number] for number in sorted(answers)]
 
-    def _refused(self, call: ToolCall, ahead: int) -> str | None:
+    def _step(self) -> None:
+        self.critical_steps += 1
+        self.total_steps += 1
+
+    def _refused(self, call: ToolCall, ahead: Sequence[ToolCall]) -> str | None:
         """Why an assignment is not run."""
         try:
             inspect.signature(self.assign_task).bind(**call.arguments)
@@ -185,13 +213,21 @@ class Swarm:
         agent = str(call.arguments["agent"])
         if agent not in self.systems:
             return f"there is no sub-agent {agent!r}; {did_you_mean(agent, self.systems)}"
-        if ahead >= MOST_ASSIGNMENTS:
-            return f"not run: at most {MOST_ASSIGNMENTS} assignments in one message"
+        if call in ahead:
+            return f"not run: assignment {ahead.index(call) + 1} of this message is the same"
+        if len(ahead) >= MOST_ASSIGNMENTS:
+            return TOO_MANY
         return self.spent or None
 
-    async def _assignment(self, call: ToolCall, room: asyncio.Semaphore, parent: int | None) -> Report:
+    def whole(self, answer: str) -> str:
+        """An answer with the reports that it takes in, each of them once."""
+        left = {i: report.text for i, report in self.reports.items() if report.finished}
+        return _REPORT.sub(lambda found: left.pop(int(found[1]), found[0]), answer)
+
+    async def _assignment(
+        self, number: int, call: ToolCall, room: asyncio.Semaphore, parent: int | None
+    ) -> Report:
         agent, prompt = str(call.arguments["agent"]), str(call.arguments["prompt"])
-        self.assigned += 1
         async with room:
             with self.trace.span("invoke_agent", agent, parent, **{"swarm.turn": self.turn}) as span:
                 span.about["gen_ai.input.messages"] = prompt[:500]
@@ -205,19 +241,21 @@ class Swarm:
         self.total_steps += report.steps
         self.tokens += report.tokens
         self.finished += report.finished
-        self.reports.append(report)
+        self.reports[number] = report
         return report
 
 
 ORCHESTRATOR = (
     "Answer the question from the documents and name the places that you took it from, as [place]. You may"
-    " make sub-agents and give them work; all work that you give in one message is done at the same time."
+    " make sub-agents and give them work; all work that you give in one message is done at the same time. In"
+    " your answer {report 2} stands for the whole of report 2."
 )
+_REPORT = re.compile(r"\{report (\d{1,6})\}")
 
 
 async def conduct(orchestrator: Speaker, question: str, swarm: Swarm, most_tokens: int = 2048) -> str:
     """The orchestrator's last word on a question; what it said so far where its limits end it."""
-    messages = [Message("system", (Text(ORCHESTRATOR, 0.0),)), Message("user", (Text(question, 0.0),))]
+    messages = [Message("system", (Text(swarm.system, 0.0),)), Message("user", (Text(question, 0.0),))]
     trace = swarm.trace
     with trace.span(
         "invoke_agent", "orchestrator", None, **{"gen_ai.request.model": orchestrator.name}
@@ -228,7 +266,7 @@ async def conduct(orchestrator: Speaker, question: str, swarm: Swarm, most_token
                 said = await orchestrator.say(messages, swarm.tools, most_tokens)
                 one.about["gen_ai.usage.input_tokens"] = said.read
                 one.about["gen_ai.usage.output_tokens"] = said.written
-            last = said.message.text or last
+            last = swarm.whole(said.message.text) or last
             if not said.message.calls:
                 return last
             if swarm.spent:
@@ -239,13 +277,18 @@ async def conduct(orchestrator: Speaker, question: str, swarm: Swarm, most_token
 
 
 def speaker_of(agents: str, model: str | None = None) -> Speaker:
-    """Who sub-agents are: a URL, "package.module:function" of a script, or a model directory."""
+    """Who speaks: a URL, "package.module:function" of a script, a model directory, or "reader"
+    (reader.py)."""
+    if agents == "reader":
+        return Reader()
     if agents.startswith(("http://", "https://")):
         return Endpoint(agents, model)
     if ":" in agents and not agents.startswith("embedded:"):
         return Scripted(function_at(agents, "agents"), agents)
+    # Float32 on this machine's CPU, whatever the weights are kept in.
     folder = model_folder(agents)
-    return Local(load_model(folder), Tokenizer.load(folder), name=Path(folder).parent.name)
+    net = load_model(folder, dtype=torch.float32)
+    return Local(net, Tokenizer.load(folder), name=model_name(folder))
 
 
 def cited(answer: str, library: Library) -> Sequence[str]:

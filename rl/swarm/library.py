@@ -4,8 +4,8 @@
     library.search("learning rate of muon")        # "recipes.md#2: ... the rate of Muon is ..."
     library.read("recipes.md#2")                   # that part's text; a picture's place gives the picture
 
-Parts of PART characters, cut at line ends, are ranked by BM25 in SQLite's FTS5. Documents are data: HTML is
-read as text, nothing of it is run, and links out of the folder are not followed.
+Parts of some 1,500 characters, cut at line ends, are ranked by BM25 in SQLite's FTS5. Documents are data:
+HTML is read as text, nothing of it is run, and links out of the folder are not followed.
 """
 
 import re
@@ -17,10 +17,9 @@ from pathlib import Path
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.tasks.collection import parts_of
 from earlyfusion.kernels.errors import did_you_mean
 
-PART = 1500
-"""Characters of one part, about."""
 MOST_FILES, MOST_BYTES = 20_000, 4 << 20
 """Files of a folder, bytes of one text: beyond it a folder is no collection to read through."""
 TEXTS, PAGES = (".txt", ".md", ".rst", ".py", ".toml", ".json", ".csv"), (".html", ".htm")
@@ -59,21 +58,6 @@ def words_of(path: Path) -> str:
     page = _Words()
     page.feed(raw)
     return re.sub(r"\s*\n\s*", "\n", "".join(page.parts)).strip()
-
-
-def parts_of(text: str) -> list[str]:
-    """The text in parts of about PART characters, cut at line ends where there are any."""
-    parts, part = [], ""
-    for line in text.splitlines(keepends=True):
-        if part and len(part) + len(line) > PART:
-            parts.append(part)
-            part = ""
-        # A line without end is cut as it comes.
-        while len(line) > PART:
-            parts.append(line[:PART])
-            line = line[PART:]
-        part += line
-    return [*parts, part] if part.strip() else parts
 
 
 class Library:

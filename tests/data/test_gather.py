@@ -51,7 +51,7 @@ def test_rewards_pay_for_what_they_are_called():
     wanted = problem.meta["wanted"]
     plans = {
         "serial": serial(wanted),
-        "empty": "() () () () () () !",
+        "empty": "() () () () () () () () !",
         "good": scheduled(wanted),
         "broken": "( (",
     }

@@ -325,7 +325,7 @@ def test_an_index_that_is_none_is_one_line(saved, content):
 def test_models_are_found_by_name_and_by_their_run(tmp_path, tokenizer, model):
     folder, run = model_folder("embedded:skills"), tmp_path / "mine"
     assert load_model(folder).config == load_config(folder) and model_folder("runs/x") == Path("runs/x")
-    with pytest.raises(ModelDirectoryError, match="embedded models are skills"):
+    with pytest.raises(ModelDirectoryError, match="embedded models are orchestrator, skills"):
         model_folder("embedded:nothing")
     save_model(model, tokenizer, run / "model")
     assert model_folder(run) == model_folder(run / "model") == run / "model"

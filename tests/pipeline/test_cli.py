@@ -137,6 +137,10 @@ website serve --model nowhere
 swarm nosuch
 swarm run question --docs NONE --model NONE
 swarm run question --docs . --model NONE
+swarm run question --docs . --model embedded:orchestratr
+swarm measure NONE
+swarm measure reader --kinds wid
+swarm collection FILE
 generate
 generate --model NONE --prompt x
 generate --model embedded:skills

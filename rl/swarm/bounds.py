@@ -1,0 +1,77 @@
+"""`earlyfusion swarm plans`: plans of the task `gather` as a model writes them, beside two that bound them.
+
+serial looks up everything by itself, oracle gives the longest items out first. Greedy plans on held-out
+questions; metrics of `study swarm` (summary.json). speed_up: critical steps in which the serial plan, without
+a budget, has found as many items, over those of the plan.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from earlyfusion.data.options import Options, verb
+from earlyfusion.data.tasks.gather import COSTS, collapsed, f1, finish, outcome, scheduled, serial
+from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import ask
+from earlyfusion.kernels.files import Record, write_json
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.figures import show
+from earlyfusion.rl.recipe import TaskEntry
+
+LEVELS = {"six_to_eight": 1, "eight": 2}
+"""Name in the figures -> level of the task."""
+MOST_TOKENS = 48
+
+
+class PlansOptions(Options):
+    positional: ClassVar[tuple[str, ...]] = ("model",)
+    model: str
+    """model directory, trained on `gather`"""
+    problems: PositiveInt = 160
+    """held-out questions of each level"""
+    seed: NonNegativeInt = 4242
+    """which"""
+    out: Path = Path("runs/swarm/plans")
+    """folder for summary.json"""
+
+
+def figures(problems: Sequence[Problem], plan_of: Callable[[Problem], str]) -> Record:
+    """Means over the problems; steps and speed_up over the plans that find something."""
+    found: Record = {"items": 0.0, "finished": 0.0, "collapsed": 0.0}
+    steps = in_series = 0
+    for problem in problems:
+        plan, wanted = plan_of(problem), problem.meta["wanted"]
+        came = outcome(problem, plan)
+        right = len(came.found & frozenset(wanted))
+        found["items"] += f1(came.found, frozenset(wanted)) / len(problems)
+        found["finished"] += finish(problem, plan) / len(problems)
+        found["collapsed"] += collapsed(problem, plan) / len(problems)
+        # A serial plan takes the items in the order in which they are asked for.
+        steps += came.steps
+        in_series += sum(COSTS[item] for item in wanted[:right])
+    return found | {"steps": steps / len(problems), "speed_up": in_series / steps if steps else 0.0}
+
+
+@verb
+def plans(options: PlansOptions) -> None:
+    """Entry of `earlyfusion swarm plans`."""
+    folder = model_folder(options.model)
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    told: Record = {}
+    for name, level in LEVELS.items():
+        entry = TaskEntry(name="gather", difficulty=level, form="twin")
+        given = {"problems": options.problems, "seed": options.seed, "max_new_tokens": MOST_TOKENS}
+        asked = ask(model, tokenizer, [entry], **given)
+        said = {one.problem.key: answer.judged for one, answer in zip(asked.questions, asked.greedy)}
+        problems = [one.problem for one in asked.questions]
+        told[name] = {
+            "model": figures(problems, lambda problem: said[problem.key]),  # noqa: B023
+            "serial": figures(problems, lambda problem: serial(problem.meta["wanted"])),
+            "oracle": figures(problems, lambda problem: scheduled(problem.meta["wanted"])),
+        }
+        show(f"{len(problems)} held-out questions, {name.replace('_', ' ')} items", told[name])
+    print(f"saved {write_json(options.out / 'summary.json', told)}")
