@@ -234,9 +234,10 @@ class Written:
 
     def card(self) -> Record:
         """Its part of the report."""
-        seen, wanted = (view and view.picture for view in self.views)
-        pictures = self.media.frames if isinstance(self.media, Video) else [wanted]
-        clip = [data_uri(Image(one).open(), "jpeg") for one in pictures if one is not None]
+        seen, wanted = (None if view is None else view.picture for view in self.views)
+        media = self.media
+        pictures = [Image(one) for one in media.frames] if isinstance(media, Video) else [media]
+        clip = [data_uri(one.open().convert("RGB"), "jpeg") for one in pictures]
         both = difference(seen, wanted) if seen and wanted else None
         shown = [one and data_uri(one) for one in (wanted, seen, both)]
         about = {"shown": self.shown, "side": self.side, "score": self.score.mean}
@@ -265,7 +266,7 @@ def scored(written: Sequence[Written]) -> dict[str, list[Score]]:
         one.views, one.score = [seen, wanted], compared(seen, wanted)
 
     targets = [one.views[1] for one in true]
-    plain = asyncio.run(looked_at([view and text_alone(view) for view in targets]))
+    plain = asyncio.run(looked_at([None if view is None else text_alone(view) for view in targets]))
     return {
         "another page": [compared(a, b) for a, b in zip(targets[1:] + targets[:1], targets)],
         "its text alone": [compared(a, b) for a, b in zip(plain, targets)],

@@ -17,6 +17,7 @@ from earlyfusion.data.chat.template import Message, chat_sample
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.data.sources.base import Generated, GeneratedOptions, source
 from earlyfusion.data.tasks.pages import REVISE, Pages
+from earlyfusion.data.tasks.problem import Split
 
 
 class PageTalksOptions(GeneratedOptions):
@@ -37,7 +38,7 @@ class PageTalks(Generated):
 
     def made(self, number: int, key: str, heldout: bool) -> Sample:
         rng = Random(f"{'heldout' if heldout else self.seed}/page_talks/{number}")
-        split = "test" if heldout else "train"
+        split: Split = "test" if heldout else "train"
         problem = self.task.sample(rng.getrandbits(48), split, self.options.difficulty)
         messages = problem.chat()
         draft = ""
@@ -47,6 +48,8 @@ class PageTalks(Generated):
             messages.append(Message("user", (Image(problem.meta["drafted"]), Text(REVISE, 0.0))))
         messages.append(Message("assistant", (Text(problem.target),)))
         sample = chat_sample(messages, source=self.name, key=key)
-        costless = lambda part: isinstance(part, Text) and part.text == draft
-        parts = [replace(part, loss=0.0) if costless(part) else part for part in sample.segments]
+        parts = [*sample.segments]
+        for place, part in enumerate(parts):
+            if isinstance(part, Text) and part.text == draft:
+                parts[place] = replace(part, loss=0.0)
         return replace(sample, segments=parts)

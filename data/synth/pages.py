@@ -264,8 +264,8 @@ def parse_dsl(text: str) -> tuple[Page, list[str]]:
     if not sections:
         raise BadSample(f"no section of a page in {text!r:.80}: expected lines like {SAMPLE!r}", "bad_page")
 
-    names = (PALETTES, FONTS, DENSITIES)
-    palette, font, density = (known(w, [*n], "look") for w, n in zip(looks, names))
+    names: tuple[list[str], ...] = ([*PALETTES], [*FONTS], [*DENSITIES])
+    palette, font, density = (known(word, every, "look") for word, every in zip(looks, names))
     page = Page(palette, font, density, tuple(sections[:MOST_SECTIONS]))
     return _whole(page, repairs), repairs
 
@@ -379,7 +379,10 @@ def from_html(html: str) -> tuple[Page, list[str]]:
     reader = _Reader()
     reader.feed(html)
     reader.close()
-    told = [Section(*[*words, "", ""][:3], tuple(texts)) for words, texts in reader.sections]
+    told = []
+    for classes, texts in reader.sections:
+        kind, variant, tone = [*classes, "", ""][:3]
+        told.append(Section(kind, variant, tone, tuple(texts)))
     # The one way through repairs: names are checked there.
     looks = [*reader.looks]
     return parse_dsl(to_dsl(Page(looks[0], looks[1], looks[2], tuple(told))))

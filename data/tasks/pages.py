@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from PIL import Image as PILImage
 from PIL import ImageChops
@@ -60,7 +61,8 @@ def window(page: PILImage.Image, top: int) -> PILImage.Image:
     """What is seen of a page; its last colour where it is too short."""
     shown = page.crop((0, top, page.width, top + HEIGHT))
     if page.height - top < HEIGHT:
-        shown.paste(page.getpixel((0, page.height - 1)), (0, page.height - top, page.width, HEIGHT))
+        ground: Any = page.getpixel((0, page.height - 1))
+        shown.paste(ground, (0, page.height - top, page.width, HEIGHT))
     return shown
 
 

@@ -109,7 +109,7 @@ def empty(view: View) -> bool:
     """Whether there is nothing on a page: no text, and one colour."""
     if view.blocks:
         return False
-    return view.picture is None or all(low == high for low, high in view.picture.getextrema())
+    return view.picture is None or len(view.picture.getcolors(2) or "two") == 1
 
 
 def centre(block: Block) -> np.ndarray:

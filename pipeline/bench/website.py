@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from random import Random
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -43,7 +44,7 @@ async def by_hand(documents: list[str], workers: int) -> None:
 
         async def one(html: str) -> None:
             async with room:
-                size = {"width": WIDTH, "height": 180}
+                size: Any = {"width": WIDTH, "height": 180}
                 context = await browser.new_context(viewport=size, java_script_enabled=False)
                 page = await context.new_page()
                 await page.set_content(html)

@@ -19,6 +19,7 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.tasks.pages import document_of
 from earlyfusion.eval.website.browser import MOST_HTML, PageError, Renderer
 from earlyfusion.kernels.errors import UserError, one_line
+from earlyfusion.kernels.files import Record
 from earlyfusion.pipeline.report.page import data_uri
 from earlyfusion.pipeline.serve.protocol import Refused, read
 
@@ -66,7 +67,12 @@ class Website:
         while len(self.documents) > KEPT:
             self.documents.popitem(last=False)
 
-        found = {"address": f"/page/{number}", "repairs": repairs, "picture": None, "note": self.unseen}
+        found: Record = {
+            "address": f"/page/{number}",
+            "repairs": repairs,
+            "picture": None,
+            "note": self.unseen,
+        }
         if self.renderer is not None:
             try:
                 picture = (await self.renderer.render(document)).picture

@@ -64,7 +64,7 @@ def plans(options: PlansOptions) -> None:
     told: Record = {}
     for name, level in LEVELS.items():
         entry = TaskEntry(name="gather", difficulty=level, form="twin")
-        given = {"problems": options.problems, "seed": options.seed, "max_new_tokens": MOST_TOKENS}
+        given: Record = {"problems": options.problems, "seed": options.seed, "max_new_tokens": MOST_TOKENS}
         asked = ask(model, tokenizer, [entry], **given)
         said = {one.problem.key: answer.judged for one, answer in zip(asked.questions, asked.greedy)}
         problems = [one.problem for one in asked.questions]
