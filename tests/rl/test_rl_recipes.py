@@ -75,13 +75,12 @@ the reader that a machine has: data.decode.video_backend
 laws of the loader hold them, resume, order, mixture: data.lookahead data.sources.max_epochs data.val_fraction
   data.workers
 walls around reward functions of others: reward.memory_mb
-  reward.timeout_s reward.workers
+  reward.timeout_s
 "null" switches them off, or another preset of support.md: optim.clip_grad_norm optim.eps optim.momentum
   optim.ns optim.qk_clip
-the form of a question, and the data of text_math: tasks.options tasks.thought
+the form of a question: tasks.thought
 entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty
   eval.tasks.options eval.tasks.power eval.tasks.thought
-stages that train a part of the model: train.frozen
 a mixture that changes by stage or within one: stages.mix.weights stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
