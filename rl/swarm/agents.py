@@ -108,6 +108,8 @@ class Endpoint:
     async def say(self, messages: Sequence[Message], tools: Sequence[Record], most_tokens: int) -> Said:
         """See Speaker. Raises EvalError where the server gives no answer."""
         body: Record = {"messages": [*map(openai_message, messages)], "max_tokens": most_tokens}
+        # As a model of this machine: the likeliest token.
+        body["temperature"] = 0.0
         if tools:
             body["tools"] = list(tools)
         answer = await asyncio.to_thread(self.client.request, "/chat/completions", body)

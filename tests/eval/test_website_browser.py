@@ -326,6 +326,6 @@ def test_the_environment_pays_what_the_last_page_is_worth_and_shows_it():
 def test_pages_are_written_for_both_sides(tmp_path):
     rows = asyncio.run(write_pages(tmp_path, 10, own=["<p>mine</p>"]))
     told = [json.loads(line) for line in rows.open()]
-    assert {row["side"] for row in told[:10]} == {"train", "template", "combination"}
+    assert {row["side"] for row in told[:10]} == {"train", "part", "template", "combination"}
     assert told[10]["html"] == "<p>mine</p>"
     assert all((tmp_path / row["file"]).is_file() for row in told)
