@@ -64,13 +64,8 @@ def plans(options: PlansOptions) -> None:
     told: Record = {}
     for name, level in LEVELS.items():
         entry = TaskEntry(name="gather", difficulty=level, form="twin")
-<<<<<<< HEAD
-        given: Record = {"problems": options.problems, "seed": options.seed, "max_new_tokens": MOST_TOKENS}
-        asked = ask(model, tokenizer, [entry], **given)
-=======
         count, seed = options.problems, options.seed
         asked = ask(model, tokenizer, [entry], problems=count, seed=seed, max_new_tokens=MOST_TOKENS)
->>>>>>> swarm
         said = {one.problem.key: answer.judged for one, answer in zip(asked.questions, asked.greedy)}
         problems = [one.problem for one in asked.questions]
         told[name] = {
