@@ -28,7 +28,7 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sample import Image, Video
-from earlyfusion.data.tasks.pages import QUESTION, Seen, document_of, frames
+from earlyfusion.data.tasks.pages import QUESTION, Seen, document_of, window
 from earlyfusion.data.tasks.problem import Form
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import container_of, open_clip
@@ -379,11 +379,10 @@ def demo(options: DemoOptions) -> None:
     made = Written("true", "", answer, wanted or "", media, compared(seen, target), [seen, target])
 
     rows: dict[str, Record] = {}
-    if seen is not None and seen.picture is not None and not still:
-        # Without the page itself its clip is compared with one of what was written.
-        again = frames(seen.picture, None, CLIP_FPS)
-        alike = [close_pixels(a, b) for a, b in zip(again, shown)]
-        rows["clip"] = {"equal pixels": sum(alike) / max(len(again), len(shown))}
+    if seen is not None and seen.picture is not None:
+        # What a clip shows first is the top of its page; a screenshot is all of it.
+        top = seen.picture if still else window(seen.picture, 0)
+        rows["screenshot" if still else "first frame"] = {"equal pixels": close_pixels(top, shown[0])}
     if target is not None:
         rows["page"] = {"score": made.score.mean, **made.score.terms}
     show("beside what was shown", rows)

@@ -6,14 +6,13 @@ chromium`). Scope of a module, not of the session: while Playwright runs no test
 
 import contextlib
 import os
-import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+from earlyfusion.eval.website.browser import find_browser
+from earlyfusion.kernels.errors import UserError
 
 
 @contextlib.contextmanager
@@ -36,9 +35,10 @@ def served(app):
 def browser():
     api = pytest.importorskip("playwright.sync_api", reason="pages are tested with playwright: pip install")
     with api.sync_playwright() as made:
-        found = next(filter(None, map(shutil.which, NAMES)), made.chromium.executable_path)
-        if not Path(found).exists():
-            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
+        try:
+            found = find_browser()
+        except UserError as missing:
+            pytest.skip(str(missing))
         # Chromium's own sandbox does not start for root.
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
         yield made.chromium.launch(executable_path=found, args=words)

@@ -42,14 +42,19 @@ QUESTION = "write this page"
 REVISE = "This is how your page looks. Write it again, better."
 
 
+def places_of(height: int) -> list[int]:
+    """Offsets at which the window stands while a page of that height is scrolled through."""
+    last = max(0, height - HEIGHT)
+    return [*range(0, last, HEIGHT - OVERLAP), last] if last else [0]
+
+
 def scroll(page: PILImage.Image, opened: PILImage.Image | None) -> Iterator[tuple[PILImage.Image, int, int]]:
     """Where a clip of a page stands still, from top to bottom: (picture of the page, offset from, offset to).
 
     Every place is held once as the page is, and once opened where that differs.
     """
-    last = max(0, page.height - HEIGHT)
-    places = [*range(0, last, HEIGHT - OVERLAP), last] if last else [0]
-    for here, there in zip(places, [*places[1:], last]):
+    places = places_of(page.height)
+    for here, there in zip(places, [*places[1:], places[-1]]):
         pictures = [page]
         if opened is not None and ImageChops.difference(window(page, here), window(opened, here)).getbbox():
             pictures.append(opened)

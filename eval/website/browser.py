@@ -12,17 +12,19 @@ frames, forms and popups; its scripts are off as well. A page has a context of i
 deadline, and limits of size; where no pixels are asked for, a context takes REUSED pages one after another,
 for making one takes as long as ten pages. A browser that does not answer is killed and started again.
 
-Fonts are those that matplotlib brings, so that a page looks the same on every machine with fontconfig.
+Fonts are those that matplotlib brings, through fontconfig: those that a machine has do not change a page.
 """
 
 import asyncio
 import base64
+import importlib.util
 import io
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from PIL import Image
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.synth.pages import WIDTH
+from earlyfusion.data.tasks.pages import HEIGHT
 from earlyfusion.kernels.errors import UserError, one_line
 
 MOST_HTML, MOST_TAGS = 2_000_000, 30_000
@@ -40,6 +43,8 @@ MOST_HEIGHT = 4000
 """Pixels of a page that are looked at."""
 MOST_BLOCKS = 300
 """Texts of a page that are looked at."""
+CLOSING_S = 5
+"""Seconds that a browser has to close what is asked of it."""
 REUSED = 50
 """Pages of one context where only boxes are asked for."""
 POLICY = (
@@ -87,14 +92,12 @@ class View:
     refused: list[str] = field(default_factory=list)
 
 
-def find_browser(path: str = "") -> str:
-    """The browser: `path`, EARLYFUSION_CHROMIUM, a known name, or Playwright's own. Raises UserError that
-    says how to install one."""
-    try:
-        import playwright.sync_api
-    except ImportError:
-        raise UserError("websites need Playwright: pip install 'earlyfusion[website]'") from None
-    given = path or os.environ.get("EARLYFUSION_CHROMIUM", "")
+def find_browser() -> str:
+    """The browser: EARLYFUSION_CHROMIUM, a known name, or Playwright's own. Raises UserError that says how to
+    install one."""
+    if importlib.util.find_spec("playwright") is None:
+        raise UserError("websites need Playwright: pip install 'earlyfusion[website]'")
+    given = os.environ.get("EARLYFUSION_CHROMIUM", "")
     found = given or next(filter(None, map(shutil.which, NAMES)), "")
     if not found:
         # Where `playwright install` puts its own, without starting it.
@@ -106,7 +109,6 @@ def find_browser(path: str = "") -> str:
             f"{told}: apt-get install chromium, or playwright install chromium, or name one in"
             " EARLYFUSION_CHROMIUM"
         )
-    del playwright
     return found
 
 
@@ -134,16 +136,12 @@ class Renderer:
         self,
         *,
         workers: int = 4,
-        width: int = WIDTH,
-        height: int = 180,
         timeout_s: float = 5.0,
-        path: str = "",
         scripts: bool = False,
         reuse: bool = False,
     ) -> None:
-        self.path, self.timeout_s, self.scripts = find_browser(path), timeout_s, scripts
+        self.path, self.timeout_s, self.scripts = find_browser(), timeout_s, scripts
         self.reuse = reuse
-        self.size = {"width": width, "height": height}
         self.room = asyncio.Semaphore(workers)
         self.starting = asyncio.Lock()
         self.standing: list[Tab] = []
@@ -189,39 +187,42 @@ class Renderer:
         self.browser = self.play = self.work = None
         for ending in (browser and browser.close, play and play.stop):
             if ending:
-                try:
-                    await asyncio.wait_for(ending(), 5)
-                except Exception:  # it is gone already, or does not answer: what is left ends with its parent
-                    continue
+                # Gone already, or does not answer: what is left ends with its parent.
+                with suppress(Exception):
+                    await asyncio.wait_for(ending(), CLOSING_S)
         if work is not None:
             work.cleanup()
 
-    async def render(self, html: str, *, pixels: bool = True, clicks: Sequence[str] = ()) -> View:
-        """The page as it looks, after a click on every text of `clicks` (the first that holds it; one that
-        is not there is passed over). Raises PageError."""
-        views = await self.steps(html, [clicks] if clicks else [], pixels=pixels)
-        return views[-1]
+    async def render(self, html: str, *, pixels: bool = True) -> View:
+        """The page as it looks. Raises PageError."""
+        (view,) = await self.steps(html, pixels=pixels)
+        return view
 
     async def steps(
         self, html: str, clicks: Sequence[Sequence[str]] = (), *, pixels: bool = True
     ) -> list[View]:
-        """The page at first and after every group of clicks. Raises PageError."""
+        """The page at first and after every group of clicks, each on the first element with that text; one
+        that is not there is passed over. Raises PageError."""
         if len(html) > MOST_HTML or html.count("<") > MOST_TAGS:
             size = f"{len(html):,} characters, {html.count('<'):,} tags"
             raise PageError(f"page of {size}; at most {MOST_HTML:,} and {MOST_TAGS:,}")
         if not html.strip():
             raise PageError("an empty page")
         async with self.room:
-            browser = await self.start()
-            try:
-                return await asyncio.wait_for(self._views(html, clicks, pixels), self.timeout_s)
-            except TimeoutError:
-                # Whoever waits longer would wait for a page that has the browser's attention.
-                if self.browser is browser:
-                    await self.close()
-                raise PageError(f"not rendered within {self.timeout_s:g} s") from None
-            except Exception as error:
-                raise PageError(f"not rendered: {one_line(error, 160)}") from None
+            for attempt in range(2):
+                browser = await self.start()
+                try:
+                    return await asyncio.wait_for(self._views(html, clicks, pixels), self.timeout_s)
+                except TimeoutError:
+                    # Whoever waits longer would wait for a page that has the browser's attention.
+                    if self.browser is browser:
+                        await self.close()
+                    raise PageError(f"not rendered within {self.timeout_s:g} s") from None
+                except Exception as error:
+                    # The browser may have been killed for the sake of another page: this one gets its turn.
+                    if attempt or self.browser is browser:
+                        raise PageError(f"not rendered: {one_line(error, 160)}") from None
+        raise AssertionError("the second attempt returns or raises")
 
     async def _views(self, html: str, clicks: Sequence[Sequence[str]], pixels: bool) -> list[View]:
         again = self.reuse or not (pixels or self.scripts or clicks)
@@ -243,12 +244,12 @@ class Renderer:
             if kept:
                 self.standing.append(tab)
             else:
-                await tab.context.close()
+                await tab.close()
 
     async def open(self, motion: bool = False) -> "Tab":
         """A context of its own with one page that can reach nothing. motion: with its animations."""
         context = await (await self.start()).new_context(
-            viewport=self.size,
+            viewport={"width": WIDTH, "height": HEIGHT},
             java_script_enabled=self.scripts,
             accept_downloads=False,
             service_workers="block",
@@ -273,8 +274,8 @@ class Renderer:
         )
         content = (await seeing.send("Page.getLayoutMetrics"))["cssContentSize"]["height"]
         # A page that is shorter than its window ends where its own elements end.
-        height = content if content > self.size["height"] else extent_of(told) or content
-        size = self.size["width"], int(min(MOST_HEIGHT, max(1, height)))
+        height = content if content > HEIGHT else extent_of(told) or content
+        size = WIDTH, int(min(MOST_HEIGHT, max(1, height)))
         picture = None
         if pixels:
             clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
@@ -294,6 +295,11 @@ class Tab:
     frame: str
     refused: list[str]
     shown: int = 0
+
+    async def close(self) -> None:
+        """Close the context; a browser that does not answer is not waited for."""
+        with suppress(Exception):
+            await asyncio.wait_for(self.context.close(), CLOSING_S)
 
     async def show(self, html: str, scripts: bool) -> None:
         """Put a document in the page's place, under the policy."""

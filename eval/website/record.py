@@ -20,7 +20,7 @@ from PIL import Image
 
 from earlyfusion.data.synth.graph import on_side
 from earlyfusion.data.synth.pages import damaged, draw, to_dsl, to_html
-from earlyfusion.data.tasks.pages import HEIGHT, HOLD_S, MOVE_S, OVERLAP, ROWS, frames, row_of
+from earlyfusion.data.tasks.pages import HOLD_S, MOVE_S, ROWS, frames, places_of, row_of
 from earlyfusion.eval.website.browser import PageError, Renderer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_atomic, write_jsonl
@@ -119,9 +119,8 @@ async def filmed(html: str, clicks: Sequence[str] = (), scripts: bool = False) -
 
 def _moves(html: str) -> bool:
     """Whether a page may look different while it is watched or scrolled."""
-    return any(
-        word in html for word in ("@keyframes", "position:fixed", "position:sticky", "<animate", "<video")
-    )
+    signs = ("@keyframes", "position:fixed", "position:sticky", "<animate", "<video")
+    return any(sign in html for sign in signs)
 
 
 async def film(renderer: Renderer, html: str, height: int) -> list[Image.Image]:
@@ -130,8 +129,7 @@ async def film(renderer: Renderer, html: str, height: int) -> list[Image.Image]:
     tab = await renderer.open(motion=True)
     try:
         await tab.show(html, renderer.scripts)
-        last, period = max(0, height - HEIGHT), HOLD_S + MOVE_S
-        places = [*range(0, last, HEIGHT - OVERLAP), last] if last else [0]
+        places, period = places_of(height), HOLD_S + MOVE_S
         made: list[Image.Image] = []
         clock = asyncio.get_running_loop().time
         begun, at = clock(), 0
@@ -147,4 +145,4 @@ async def film(renderer: Renderer, html: str, height: int) -> list[Image.Image]:
             made.append(Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB"))
         return made
     finally:
-        await tab.context.close()
+        await tab.close()

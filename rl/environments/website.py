@@ -31,15 +31,14 @@ KEPT = 512
 @environment("website")
 class Website(Environment):
     """See the module. revisions: times that a page is shown back; shown: as a picture, else only in words
-    that it was rendered; workers: pages rendered at a time."""
+    that it was rendered (the control of what seeing it is worth)."""
 
-    def __init__(self, revisions: int = 0, pixels: bool = True, shown: bool = True, workers: int = 4) -> None:
-        if revisions < 0 or workers < 1:
-            raise EnvironmentFault(f"website: revisions {revisions}, workers {workers}; at least 0 and 1")
-        self.left, self.pixels, self.shown, self.workers = revisions, pixels, shown, workers
+    def __init__(self, revisions: int = 0, pixels: bool = True, shown: bool = True) -> None:
+        if revisions < 0:
+            raise EnvironmentFault(f"website: revisions = {revisions}; expected 0 or more")
+        self.left, self.pixels, self.shown = revisions, pixels, shown
         self.paid = 0.0
         self.wanted = ""
-        self.messages: list[Message] = []
 
     def reset(self, problem: Problem) -> list[Message]:
         """The picture or clip of the page, and the question."""
@@ -53,7 +52,7 @@ class Website(Environment):
         """Render, score, and show back or end."""
         view, why = None, ""
         try:
-            view = await rendered(document_of(message.text)[0], self.pixels, self.workers)
+            view = await rendered(document_of(message.text)[0], self.pixels)
         except (BadSample, PageError) as error:
             why = f"{error}."
         found: Score = NOTHING
@@ -75,7 +74,7 @@ class Website(Environment):
         key = (self.wanted, self.pixels)
         if key not in kept:
             # A future at once: of the answers to one page that end together, one renders.
-            kept[key] = asyncio.ensure_future(rendered(self.wanted, self.pixels, self.workers))
+            kept[key] = asyncio.ensure_future(rendered(self.wanted, self.pixels))
             while len(kept) > KEPT:
                 kept.popitem(last=False)
         return await asyncio.shield(kept[key])
@@ -85,9 +84,9 @@ _renderers: dict[Any, Renderer] = {}
 _wanted: dict[Any, OrderedDict[Any, asyncio.Future[View]]] = {}
 
 
-async def rendered(html: str, pixels: bool, workers: int) -> View:
+async def rendered(html: str, pixels: bool) -> View:
     """A page by the one browser of this loop. Raises PageError."""
     loop = asyncio.get_running_loop()
     if loop not in _renderers:
-        _renderers[loop] = Renderer(workers=workers, timeout_s=20)
+        _renderers[loop] = Renderer(timeout_s=20)
     return await _renderers[loop].render(html, pixels=pixels)

@@ -60,6 +60,11 @@ def test_colours_are_compared_by_ciede2000():
     )
 
 
+def test_a_term_of_ones_own_joins_the_mean():
+    found = score(view(), view(), clip=lambda seen, wanted: 0.25)
+    assert found.terms["clip"] == 0.25 and found.mean == pytest.approx((5 + 0.25) / 6)
+
+
 def test_pixels_that_one_page_lacks_differ():
     short, long = (Image.new("RGB", (240, height), (9, 9, 9)) for height in (100, 200))
     assert close_pixels(short, long) == close_pixels(long, short) == 0.5
