@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from PIL import Image
 
 from earlyfusion.data.errors import DataError
@@ -114,7 +113,9 @@ def find_browser() -> str:
 
 def fonts_file(folder: Path) -> Path:
     """A configuration of fontconfig that knows the fonts of matplotlib and no other."""
-    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    # Found without importing it: only its files are of use.
+    package = Path(str(importlib.util.find_spec("matplotlib").origin)).parent  # type: ignore[union-attr]
+    fonts = package / "mpl-data" / "fonts" / "ttf"
     names = {"sans-serif": "DejaVu Sans", "serif": "DejaVu Serif", "monospace": "DejaVu Sans Mono"}
     aliases = "".join(
         f"<alias><family>{one}</family><prefer><family>{font}</family></prefer></alias>"

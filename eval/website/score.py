@@ -20,7 +20,6 @@ from difflib import SequenceMatcher
 
 import numpy as np
 from PIL import Image
-from scipy.optimize import linear_sum_assignment
 
 from earlyfusion.eval.website.browser import Block, View
 from earlyfusion.kernels.errors import UserError
@@ -63,6 +62,9 @@ def matches(seen: Sequence[Block], wanted: Sequence[Block]) -> list[tuple[Block,
     """Texts that belong together, with their similarity. Of equal texts those at equal places."""
     if not seen or not wanted:
         return []
+    # Here, for it takes a second, and environments are imported where no page is scored.
+    from scipy.optimize import linear_sum_assignment
+
     alike = np.array([[similarity(a.text, b.text) for b in wanted] for a in seen])
     # Less than any difference in words, so that it decides among equals alone.
     where = lambda blocks: np.array([[b.box[0] + b.box[2] / 2, b.box[1] + b.box[3] / 2] for b in blocks])

@@ -8,12 +8,25 @@ import asyncio
 import inspect
 import multiprocessing
 from collections.abc import Mapping
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.rl.environments.base import Environment, make_environment, message_of, step_of
+
+
+@cache
+def ready() -> Any:
+    """What starts processes for conversations. Its server is started once and has imported what they need
+    when this returns: that takes seconds, and is no part of anybody's deadline."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["earlyfusion.rl.environments"])
+    first = context.Process(target=int, daemon=True)
+    first.start()
+    first.join()
+    return context
 
 
 class Isolated(Environment):
@@ -26,8 +39,7 @@ class Isolated(Environment):
 
     def reset(self, problem: Problem) -> list[Message]:
         """Start the process, and the conversation in it."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["earlyfusion.rl.environments"])
+        context = ready()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self.place, self.options), daemon=True)
         self._process.start()

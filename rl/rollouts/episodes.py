@@ -48,7 +48,7 @@ from earlyfusion.rl.environments.base import (
     message_of,
     step_of,
 )
-from earlyfusion.rl.environments.isolated import Isolated
+from earlyfusion.rl.environments.isolated import Isolated, ready
 from earlyfusion.rl.environments.python import Programs, PythonTool
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollouts.packing import Inserted, Trajectory
@@ -132,6 +132,8 @@ class Environments:
     def begin(self, entry: TaskEntry, problem: Problem) -> Future[Begun]:
         """A new instance that has begun with a problem; the future raises what making it or `reset` raises,
         TimeoutError."""
+        if entry.isolated:
+            ready()
         return self.loop.submit(self._begin(entry, problem), self.rollout.step_timeout_s)
 
     async def _begin(self, entry: TaskEntry, problem: Problem) -> Begun:
