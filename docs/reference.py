@@ -19,6 +19,7 @@ from earlyfusion.pipeline.config.arguments import describe, type_name
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
 from earlyfusion.pipeline.study.plan import StudyConfig
 from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.swarm import plans  # noqa: F401  # registers its source
 
 PAGE = Path(__file__).resolve().parent / "config.md"
 RECIPES: tuple[tuple[str, type[BaseModel]], ...] = (

@@ -171,7 +171,7 @@ def test_a_chat_model_keeps_its_form_and_its_thoughts(model, tmp_path, monkeypat
             lambda model: model.chat([{"role": "robot", "content": "?"}]),
             "role 'robot': expected one of system",
         ),
-        (lambda model: earlyfusion.load("embedded:skill"), "embedded models are skills"),
+        (lambda model: earlyfusion.load("embedded:skill"), "embedded models are orchestrator, skills"),
     ],
 )
 def test_a_mistake_is_one_clear_line(model, ask, words):

@@ -58,6 +58,9 @@ STEPS = 16
 """Engine steps between a message and the reply to it: time for the environment while other answers are
 written."""
 
+BEGIN_S = 60.0
+"""Least time for an environment to begin, which may start a process and import much."""
+
 Turn = tuple[engine.Request, PausedSample | None]
 """What the engine is asked, and what it goes on from."""
 
@@ -134,7 +137,8 @@ class Environments:
         TimeoutError."""
         if entry.isolated:
             ready()
-        return self.loop.submit(self._begin(entry, problem), self.rollout.step_timeout_s)
+        # A process that imports what it needs takes its time where many begin at once.
+        return self.loop.submit(self._begin(entry, problem), max(self.rollout.step_timeout_s, BEGIN_S))
 
     async def _begin(self, entry: TaskEntry, problem: Problem) -> Begun:
         # A game may take its time to be made, so it is made beside the engine, too.

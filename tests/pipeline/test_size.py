@@ -55,7 +55,7 @@ def test_every_preset_in_every_scale_builds_and_grows_as_promised(preset):
 
 
 def test_presets_are_the_shapes_that_ship():
-    assert set(presets()) == {"nano", "skills", "small", "base", "kimi-linear-48b"}
+    assert set(presets()) == {"nano", "skills", "website-pretrain", "small", "base", "kimi-linear-48b"}
     for preset in presets():
         shipped = load_config([preset])
         assert shape_of(built(("preset", preset))[0]) == shape_of(shipped.model)
