@@ -45,7 +45,7 @@ PALETTES = {  # paper, ink, soft, accent, ink on accent
     "slate": ("#ffffff", "#20262e", "#dfe4ea", "#455a64", "#ffffff"),
 }
 FONTS = {"sans": "DejaVu Sans", "serif": "DejaVu Serif", "mono": "DejaVu Sans Mono"}
-DENSITIES = {"snug": 6, "roomy": 12}
+DENSITIES = {"snug": 12, "roomy": 24}
 """Pixels around what a section holds."""
 TONES = ("plain", "soft", "accent", "dark")
 

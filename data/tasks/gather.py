@@ -15,7 +15,7 @@ that was asked for; collapsed and steps are counted, at weight 0.
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -32,7 +32,8 @@ _WORD = re.compile(r"[a-p]|[()!]|\S")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan came to. assigned, finished: assignments; steps: critical ones; total: of everybody."""
+    """What a plan came to. assigned, finished: assignments; steps: critical ones until it ended, with its
+    budget at the latest; total: of everybody, were there no budget."""
 
     found: frozenset[str]
     assigned: int = 0
@@ -42,16 +43,22 @@ class Outcome:
     valid: bool = True
 
 
-def longest_way(steps: Sequence[int], places: int) -> int:
-    """Steps until all assignments are done, each taking the place that is free first, in their order."""
+def begins(steps: Sequence[int], places: int) -> list[int]:
+    """When each of the assignments begins, taking the place that is free first, in their order."""
     free = [0] * places
-    for one in steps:
-        heapq.heapreplace(free, free[0] + one)
-    return max(free)
+    return [heapq.heapreplace(free, free[0] + one) for one in steps]
 
 
-def played(plan: str, wanted: frozenset[str], budget: int) -> Outcome:
-    """A plan, step by step; one that cannot be read finds nothing."""
+def longest_way(steps: Sequence[int], places: int) -> int:
+    """Steps until all assignments are done."""
+    return max((begun + one for begun, one in zip(begins(steps, places), steps)), default=0)
+
+
+def played(
+    plan: str, wanted: frozenset[str], budget: int, told: Callable[[str, int, int], None] | None = None
+) -> Outcome:
+    """A plan, step by step; one that cannot be read finds nothing. told: of every piece of work, its items,
+    the step in which it begins and its steps."""
     found: set[str] = set()
     steps = total = assigned = finished = 0
     group: list[list[str]] = []
@@ -65,11 +72,16 @@ def played(plan: str, wanted: frozenset[str], budget: int) -> Outcome:
         elif word in COSTS and inside is not None:
             inside.append(word)
         elif word in COSTS:
+            if told:
+                told(word, steps, COSTS[word])
             steps, total = steps + COSTS[word], total + COSTS[word]
             if steps <= budget:
                 found.add(word)
         elif word == "!" and inside is None:
             spent = [min(CAP, 1 + sum(COSTS[item] for item in items)) for items in group]
+            for items, begun, took in zip(group, begins(spent, PLACES), spent):
+                if told:
+                    told(f"({' '.join(items)})", steps + 1 + begun, took)
             steps, total = steps + 1 + longest_way(spent, PLACES), total + 1 + sum(spent)
             for items in group:
                 assigned += 1
@@ -81,7 +93,7 @@ def played(plan: str, wanted: frozenset[str], budget: int) -> Outcome:
         else:
             return Outcome(frozenset(), valid=False)
     # What was assigned and never run is work for its own sake.
-    return Outcome(frozenset(found), assigned + len(group), finished, steps, total)
+    return Outcome(frozenset(found), assigned + len(group), finished, min(steps, budget), total)
 
 
 def f1(found: frozenset[str], wanted: frozenset[str]) -> float:

@@ -4,9 +4,10 @@
 
 A folder has pages.jsonl, a row a page: `page` in the compact language (data/synth/pages.py) or the `html` of
 one from elsewhere, its `side` of the split, the `file` of its picture, and `opened`, that of the page with
-everything opened, where it has tabs or an accordion; of some, a `draft` with mistakes and the file of its
-picture (data/sources/page_talks.py). Level 0 is the whole page as one picture; level 1 a clip in which it
-is scrolled through, and opened where that changes what is seen; level 2 either; level 3 a part of a page.
+everything opened, where it has tabs or an accordion; `texts`, each with its box; of some, a `draft` with
+mistakes and the file of its picture (data/sources/page_talks.py). Level 0 is the whole page as one picture;
+level 1 a clip in which it is scrolled through, and opened where that changes what is seen; level 2 either;
+level 3 a part of a page; level 4 one text, cut out.
 
 The answer is the page in the compact language; with target = "html", and for pages from elsewhere, HTML,
 of generated pages without the style sheet. Without a browser an answer earns the share of the words that are
@@ -16,6 +17,7 @@ right and in their place; the looks of a page are scored by eval/website.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from html import escape
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,7 +40,9 @@ HOLD_S, MOVE_S = 1.6, 0.4
 """Seconds that a place is looked at, and that the way to the next one takes."""
 FPS = 2.0
 """Frames of a second that a model is shown."""
-QUESTION = "write this page"
+GRID = 12
+"""Pixels of the grid that pages stand on, and cuttings of them."""
+QUESTION, READ = "write this page", "read this"
 REVISE = "This is how your page looks. Write it again, better."
 
 
@@ -122,9 +126,15 @@ def body_of(page: Page) -> str:
 @task("pages")
 class Pages(Task):
     """See the file's head. path: the folder. target: "dsl" or "html". Knobs: clip (True, False, None for
-    either), part. Raises TaskError for a folder without pages and an unknown target."""
+    either), of ("page", "part", "text"; of held-out pages always the page). Raises TaskError for a folder without pages and an unknown target."""
 
-    levels = ({"clip": False}, {"clip": True}, {"clip": None}, {"clip": False, "part": True})
+    levels = (
+        {"clip": False},
+        {"clip": True},
+        {"clip": None},
+        {"clip": False, "of": "part"},
+        {"clip": False, "of": "text"},
+    )
     answer_tokens = 512
 
     def __init__(self, path: str = "", target: str = "dsl") -> None:
@@ -139,25 +149,43 @@ class Pages(Task):
             )
         self.identity = str(file.stat().st_size)
         self.rows: dict[str, list[Record]] = {"train": [], "test": [], "part": []}
+        self.read: list[Record] = []
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 row = json_object(line, f"{file}, line {number}")
-                self.rows[row["side"] if row["side"] in self.rows else "test"].append(row)
+                side = row["side"] if row["side"] in self.rows else "test"
+                self.rows[side].append(row)
+                if side != "test" and row.get("texts"):
+                    self.read.append(row)
 
     def sample(self, seed: int, split: Split = "train", difficulty: int = 0) -> Problem:
         """See Task."""
         if split not in ("train", "test") or difficulty not in range(len(self.levels)):
-            raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 3")
+            raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 4")
         key = f"pages/{split}/{difficulty}/{seed}"
         rng = Random(f"rl/{key}")
         clip = self.levels[difficulty]["clip"]
         clip = rng.random() < 0.5 if clip is None else clip
         # What is behind a tab cannot be read from one picture.
-        part = split == "train" and self.levels[difficulty].get("part")
-        rows = [row for row in self.rows["part" if part else split] if clip or "opened" not in row]
+        of = self.levels[difficulty].get("of") if split == "train" else None
+        rows = self.read if of == "text" else self.rows["part" if of else split]
+        if not clip and not of:
+            rows = [row for row in rows if "opened" not in row]
         if not rows:
             raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")
-        return self.problem(rng.choice(rows), clip, rng, key)
+        row = rng.choice(rows)
+        return self.cutting(row, rng, key) if of == "text" else self.problem(row, clip, rng, key)
+
+    def cutting(self, row: Record, rng: Random, key: str) -> Problem:
+        """One text of a row, with at most one step of the grid around it."""
+        text, left, top, width, height = rng.choice(row["texts"])
+        picture = self._picture(row["file"])
+        begin = [int(one // GRID - rng.randint(0, 1)) * GRID for one in (left, top)]
+        end = [int(-(-one // GRID) + rng.randint(0, 1)) * GRID for one in (left + width, top + height)]
+        box = (max(0, begin[0]), max(0, begin[1]), min(picture.width, end[0]), min(picture.height, end[1]))
+        seen = Seen(escape(text), Image(picture.crop(box)), "")
+        meta = {"graph": seen, "side": row["side"]}
+        return Problem(READ, picture, text, text, text, "text", row["side"], meta, self.name, key)
 
     def problem(self, row: Record, clip: bool, rng: Random, key: str) -> Problem:
         """The problem of a row."""
@@ -206,6 +234,8 @@ class Pages(Task):
 
     def score(self, problem: Problem, answer: str) -> float:
         """Share of the words of both pages that agree in order, looks and kinds among them."""
+        if problem.question == READ:
+            return SequenceMatcher(None, answer.split(), problem.answer.split(), autojunk=False).ratio()
         try:
             words = document_of(answer)[0].split("<body", 1)[-1].split()
             wanted = document_of(problem.answer)[0].split("<body", 1)[-1].split()
@@ -214,7 +244,8 @@ class Pages(Task):
         return SequenceMatcher(None, words, wanted, autojunk=False).ratio()
 
 
-def row_of(page: Page | str, side: str, **files: str) -> Record:
-    """A row of pages.jsonl; a page from elsewhere is its HTML. files: see the file's head."""
+def row_of(page: Page | str, side: str, **files: Any) -> Record:
+    """A row of pages.jsonl; a page from elsewhere is its HTML. files: file, opened, texts; see the file's
+    head."""
     told = {"html": page} if isinstance(page, str) else {"page": to_dsl(page)}
     return {**told, "side": side, **files}

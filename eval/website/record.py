@@ -59,7 +59,8 @@ async def write_pages(
         views = {"file": await renderer.render(html)}
         if hidden:
             views["opened"] = (await renderer.steps(html, [hidden]))[-1]
-        row = row_of(drawn or html, side)
+        texts = [(block.text, *map(round, block.box)) for block in views["file"].blocks]
+        row = row_of(drawn or html, side, texts=texts)
         if drawn is not None and side != "part" and number % DRAFTS == 0:
             draft = damaged(drawn, Random(f"draft/{seed}/{number}"))
             views["drafted"] = await renderer.render(to_html(draft))

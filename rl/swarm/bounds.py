@@ -1,7 +1,7 @@
 """`earlyfusion swarm plans`: plans of the task `gather` as a model writes them, beside two that bound them.
 
 serial looks up everything by itself, oracle gives the longest items out first. Greedy plans on held-out
-questions; metrics of `study swarm` (summary.json). speed_up: critical steps in which the serial plan, without
+questions; metrics of `study swarm` (summary.json), and who works when of the first one. speed_up: critical steps in which the serial plan, without
 a budget, has found as many items, over those of the plan.
 """
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import NonNegativeInt, PositiveInt
 
 from earlyfusion.data.options import Options, verb
-from earlyfusion.data.tasks.gather import COSTS, collapsed, f1, finish, outcome, scheduled, serial
+from earlyfusion.data.tasks.gather import COSTS, collapsed, f1, finish, outcome, played, scheduled, serial
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import ask
@@ -21,6 +21,7 @@ from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.figures import show
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.swarm.spans import Span, Trace
 
 LEVELS = {"six_to_eight": 1, "eight": 2}
 """Name in the figures -> level of the task."""
@@ -36,7 +37,7 @@ class PlansOptions(Options):
     seed: NonNegativeInt = 4242
     """which"""
     out: Path = Path("runs/swarm/plans")
-    """folder for summary.json"""
+    """folder for summary.json and, a folder a plan, timeline.html"""
 
 
 def figures(problems: Sequence[Problem], plan_of: Callable[[Problem], str]) -> Record:
@@ -56,6 +57,22 @@ def figures(problems: Sequence[Problem], plan_of: Callable[[Problem], str]) -> R
     return found | {"steps": steps / len(problems), "speed_up": in_series / steps if steps else 0.0}
 
 
+def timeline(problem: Problem, plan: str, folder: Path) -> None:
+    """Write who works when in a plan; a step is drawn as a second."""
+    trace = Trace()
+
+    def told(items: str, begun: int, took: int) -> None:
+        agent = "sub-agent" if items.startswith("(") else "orchestrator"
+        about = {"swarm.turn": begun, "items": items}
+        trace.spans.append(
+            Span(len(trace.spans), None, "invoke_agent", f"{agent} {items}", begun, begun + took, about)
+        )
+
+    came = played(plan, frozenset(problem.meta["wanted"]), problem.meta["budget"], told)
+    counts = {"critical steps": came.steps, "total steps": came.total, "items": len(came.found)}
+    trace.write(folder, f"{problem.description}: a second is a step", plan, counts)
+
+
 @verb
 def plans(options: PlansOptions) -> None:
     """Entry of `earlyfusion swarm plans`."""
@@ -68,10 +85,13 @@ def plans(options: PlansOptions) -> None:
         asked = ask(model, tokenizer, [entry], problems=count, seed=seed, max_new_tokens=MOST_TOKENS)
         said = {one.problem.key: answer.judged for one, answer in zip(asked.questions, asked.greedy)}
         problems = [one.problem for one in asked.questions]
-        told[name] = {
-            "model": figures(problems, lambda problem: said[problem.key]),  # noqa: B023
-            "serial": figures(problems, lambda problem: serial(problem.meta["wanted"])),
-            "oracle": figures(problems, lambda problem: scheduled(problem.meta["wanted"])),
+        sides: dict[str, Callable[[Problem], str]] = {
+            "model": lambda problem: said[problem.key],  # noqa: B023
+            "serial": lambda problem: serial(problem.meta["wanted"]),
+            "oracle": lambda problem: scheduled(problem.meta["wanted"]),
         }
+        told[name] = {side: figures(problems, plan_of) for side, plan_of in sides.items()}
+        for side, plan_of in sides.items():
+            timeline(problems[0], plan_of(problems[0]), options.out / name / side)
         show(f"{len(problems)} held-out questions, {name.replace('_', ' ')} items", told[name])
     print(f"saved {write_json(options.out / 'summary.json', told)}")

@@ -7,6 +7,7 @@ import pytest
 from earlyfusion.data.tasks import gather
 from earlyfusion.data.tasks.gather import CAP, COSTS, f1, outcome, played, scheduled, serial
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.rl.swarm.bounds import figures, timeline
 
 CHEAP = [item for item in COSTS if COSTS[item] == 2]
 DEAR = [item for item in COSTS if COSTS[item] == 4]
@@ -62,4 +63,29 @@ def test_rewards_pay_for_what_they_are_called():
     assert got["serial"] == [0.0, 0.0, 1.0] and got["empty"] == [1.0, 0.0, 0.0]
     assert got["good"][0] == 1.0 and got["good"][1] > 0.6 and got["broken"] == [0.0, 0.0, 1.0]
     assert f1(frozenset("ab"), frozenset("abcd")) == pytest.approx(2 / 3)
-    assert gather.steps(problem, plans["good"]) < 1.0 < gather.steps(problem, plans["serial"])
+    assert gather.steps(problem, plans["good"]) < 1.0 == gather.steps(problem, plans["serial"])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_timeline_holds_all_work_and_ends_when_the_plan_does(seed):
+    problem = make_task("gather").sample(seed, "train", seed % 3)
+    pieces = []
+    came = played(
+        problem.target, frozenset(problem.meta["wanted"]), 99, lambda *piece: pieces.append(piece)
+    )
+    assert max(begun + took for _, begun, took in pieces) == came.steps
+    assert sum(took for _, _, took in pieces) + problem.target.count("!") == came.total
+    # An episode ends with its budget, whatever was still planned.
+    assert outcome(problem, problem.target).steps == min(came.steps, problem.meta["budget"])
+
+
+def test_the_bounds_of_a_study_and_their_timelines(tmp_path):
+    problems = [make_task("gather").sample(seed, "test", 2) for seed in range(20)]
+    oracle = figures(problems, lambda problem: scheduled(problem.meta["wanted"]))
+    alone = figures(problems, lambda problem: serial(problem.meta["wanted"]))
+    assert oracle["items"] > 0.95 and oracle["speed_up"] > 3 and oracle["collapsed"] == 0
+    assert alone["collapsed"] == pytest.approx(1) and alone["steps"] == problems[0].meta["budget"]
+    assert alone["speed_up"] < 1, "what is begun and not ended with the budget is lost"
+    timeline(problems[0], scheduled(problems[0].meta["wanted"]), tmp_path)
+    page = (tmp_path / "timeline.html").read_text()
+    assert all(f"sub-agent ({item})" in page for item in problems[0].meta["wanted"])
