@@ -57,8 +57,9 @@ def longest_way(steps: Sequence[int], places: int) -> int:
 def played(
     plan: str, wanted: frozenset[str], budget: int, told: Callable[[str, int, int], None] | None = None
 ) -> Outcome:
-    """A plan, step by step; one that cannot be read finds nothing. told: of every piece of work, its items,
-    the step in which it begins and its steps."""
+    """A plan, step by step; one that cannot be read finds nothing. told: of every piece of work that begins
+    in the budget, its items ("!" after those of a group, for giving it out), the step in which it begins and
+    its steps."""
     found: set[str] = set()
     steps = total = assigned = finished = 0
     group: list[list[str]] = []
@@ -72,16 +73,17 @@ def played(
         elif word in COSTS and inside is not None:
             inside.append(word)
         elif word in COSTS:
-            if told:
+            if told and steps < budget:
                 told(word, steps, COSTS[word])
             steps, total = steps + COSTS[word], total + COSTS[word]
             if steps <= budget:
                 found.add(word)
         elif word == "!" and inside is None:
             spent = [min(CAP, 1 + sum(COSTS[item] for item in items)) for items in group]
-            for items, begun, took in zip(group, begins(spent, PLACES), spent):
-                if told:
+            if told and steps < budget:
+                for items, begun, took in zip(group, begins(spent, PLACES), spent):
                     told(f"({' '.join(items)})", steps + 1 + begun, took)
+                told("!", steps, 1)
             steps, total = steps + 1 + longest_way(spent, PLACES), total + 1 + sum(spent)
             for items in group:
                 assigned += 1

@@ -126,7 +126,8 @@ def body_of(page: Page) -> str:
 @task("pages")
 class Pages(Task):
     """See the file's head. path: the folder. target: "dsl" or "html". Knobs: clip (True, False, None for
-    either), of ("page", "part", "text"; of held-out pages always the page). Raises TaskError for a folder without pages and an unknown target."""
+    either), of ("page", "part", "text"; of held-out pages always the page). Raises TaskError for a folder
+    without pages and an unknown target."""
 
     levels = (
         {"clip": False},

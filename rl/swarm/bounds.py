@@ -1,18 +1,33 @@
 """`earlyfusion swarm plans`: plans of the task `gather` as a model writes them, beside two that bound them.
 
 serial looks up everything by itself, oracle gives the longest items out first. Greedy plans on held-out
-questions; metrics of `study swarm` (summary.json), and who works when of the first one. speed_up: critical steps in which the serial plan, without
-a budget, has found as many items, over those of the plan.
+questions; metrics of `study swarm` (summary.json), and who works when of the first one. speed_up: critical
+steps in which the serial plan, without a budget, has found as many items, over those of the plan; by_clock:
+the same in seconds, of both in the real executor with sub-agents that wait STEP_S a step.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.options import Options, verb
-from earlyfusion.data.tasks.gather import COSTS, collapsed, f1, finish, outcome, played, scheduled, serial
+from earlyfusion.data.tasks.gather import (
+    CAP,
+    COSTS,
+    PLACES,
+    collapsed,
+    f1,
+    finish,
+    outcome,
+    played,
+    scheduled,
+    serial,
+)
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import ask
@@ -21,11 +36,15 @@ from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.figures import show
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.swarm.agents import Scripted
+from earlyfusion.rl.swarm.executor import Swarm, SwarmLimits, conduct
 from earlyfusion.rl.swarm.spans import Span, Trace
 
 LEVELS = {"six_to_eight": 1, "eight": 2}
 """Name in the figures -> level of the task."""
 MOST_TOKENS = 48
+STEP_S, CLOCKED = 0.02, 8
+"""Seconds of a step, and questions that are timed."""
 
 
 class PlansOptions(Options):
@@ -62,7 +81,7 @@ def timeline(problem: Problem, plan: str, folder: Path) -> None:
     trace = Trace()
 
     def told(items: str, begun: int, took: int) -> None:
-        agent = "sub-agent" if items.startswith("(") else "orchestrator"
+        agent = "sub-agent" if items[0] == "(" else "orchestrator"
         about = {"swarm.turn": begun, "items": items}
         trace.spans.append(
             Span(len(trace.spans), None, "invoke_agent", f"{agent} {items}", begun, begun + took, about)
@@ -71,6 +90,47 @@ def timeline(problem: Problem, plan: str, folder: Path) -> None:
     came = played(plan, frozenset(problem.meta["wanted"]), problem.meta["budget"], told)
     counts = {"critical steps": came.steps, "total steps": came.total, "items": len(came.found)}
     trace.write(folder, f"{problem.description}: a second is a step", plan, counts)
+
+
+async def seconds(plan: str, wanted: str, budget: int) -> float:
+    """What a plan takes in the executor, by the clock."""
+    pieces: list[str] = []
+    played(plan, frozenset(wanted), budget, lambda items, begun, took: pieces.append(items))
+
+    async def looked_up(messages: Sequence[Message]) -> str:
+        found = messages[-1].text.split()
+        await asyncio.sleep(STEP_S * min(CAP, 1 + sum(COSTS[one] for one in found)))
+        return " ".join(found)
+
+    async def planned(messages: Sequence[Message]) -> str | list[tuple[str, Record]]:
+        calls: list[tuple[str, Record]] = []
+        while pieces and pieces[0] != "!":
+            piece = pieces.pop(0)
+            if piece[0] == "(":
+                calls.append(("assign_task", {"agent": "a", "prompt": piece[1:-1]}))
+            else:
+                await asyncio.sleep(STEP_S * COSTS[piece])
+        if not pieces:
+            return "done"
+        pieces.pop(0)
+        await asyncio.sleep(STEP_S)
+        return [("create_subagent", {"name": "a", "system_prompt": "look up"}), *calls]
+
+    swarm = Swarm(Scripted(looked_up), None, SwarmLimits(concurrent=PLACES))
+    begun = time.perf_counter()
+    await conduct(Scripted(planned), "?", swarm)
+    return time.perf_counter() - begun
+
+
+async def by_clock(problems: Sequence[Problem], plan_of: Callable[[Problem], str]) -> float:
+    """speed_up in seconds; 0 where nothing is found."""
+    took = in_series = 0.0
+    for problem in problems:
+        plan, wanted, budget = plan_of(problem), problem.meta["wanted"], problem.meta["budget"]
+        right = len(outcome(problem, plan).found & frozenset(wanted))
+        took += await seconds(plan, wanted, budget)
+        in_series += await seconds(serial(wanted[:right]), wanted, 99)
+    return in_series / took
 
 
 @verb
@@ -92,6 +152,7 @@ def plans(options: PlansOptions) -> None:
         }
         told[name] = {side: figures(problems, plan_of) for side, plan_of in sides.items()}
         for side, plan_of in sides.items():
+            told[name][side]["by_clock"] = asyncio.run(by_clock(problems[:CLOCKED], plan_of))
             timeline(problems[0], plan_of(problems[0]), options.out / name / side)
         show(f"{len(problems)} held-out questions, {name.replace('_', ' ')} items", told[name])
     print(f"saved {write_json(options.out / 'summary.json', told)}")
