@@ -215,6 +215,7 @@ class Written:
 
     shown: str
     side: str
+    template: str
     answer: str
     wanted: str
     media: Image | Video
@@ -226,6 +227,7 @@ class Written:
         return {
             "shown": self.shown,
             "side": self.side,
+            "template": self.template,
             "score": self.score.mean,
             **self.score.terms,
             "answer": self.answer,
@@ -240,7 +242,7 @@ class Written:
         clip = [data_uri(one.open().convert("RGB"), "jpeg") for one in pictures]
         both = difference(seen, wanted) if seen and wanted else None
         shown = [one and data_uri(one) for one in (wanted, seen, both)]
-        about = {"shown": self.shown, "side": self.side, "score": self.score.mean}
+        about = {"template": self.template, "side": self.side, "score": self.score.mean}
         return about | {"terms": self.score.terms, "answer": self.answer, "clip": clip, "pictures": shown}
 
 
@@ -249,7 +251,8 @@ def written_by(question: Question, answer: str) -> Written:
     seen = question.problem.meta["graph"]
     assert isinstance(seen, Seen)
     shown = question.suffix.removeprefix("/") or "true"
-    return Written(shown, question.problem.category, answer, seen.html, seen.shown)
+    problem = question.problem
+    return Written(shown, problem.category, problem.combination, answer, seen.html, seen.shown)
 
 
 def scored(written: Sequence[Written]) -> dict[str, list[Score]]:
@@ -331,8 +334,13 @@ def evaluate(options: EvalOptions) -> None:
 
     write_jsonl(options.out / "written.jsonl", [one.record() for one in written])
     data = {"title": f"Pages written by {options.model}", "note": "Video to website", "rows": rows}
-    cards = [one.card() for one in written if one.shown == "true"][:SHOWN]
-    page = write_page(options.out / "report.html", "website.html", data | {"cards": cards})
+    true = [one for one in written if one.shown == "true"]
+    templates = {
+        name: figures([one.score for one in true if one.template == name])
+        for name in sorted({one.template for one in true})
+    }
+    more = {"templates": templates, "cards": [one.card() for one in true[:SHOWN]]}
+    page = write_page(options.out / "report.html", "website.html", data | more)
     print(f"written: {page}, {options.out / 'written.jsonl'}")
 
 
@@ -376,7 +384,7 @@ def demo(options: DemoOptions) -> None:
     media: Image | Video = Image(shown[0])
     if not still:
         media = Video(shown[:: 2 * CLIP_FPS], [2.0 * i for i in range(len(shown[:: 2 * CLIP_FPS]))])
-    made = Written("true", "", answer, wanted or "", media, compared(seen, target), [seen, target])
+    made = Written("true", "", "", answer, wanted or "", media, compared(seen, target), [seen, target])
 
     rows: dict[str, Record] = {}
     if seen is not None and seen.picture is not None:

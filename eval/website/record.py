@@ -59,7 +59,9 @@ async def write_pages(
         views = {"file": await renderer.render(html)}
         if hidden:
             views["opened"] = (await renderer.steps(html, [hidden]))[-1]
-        texts = [(block.text, *map(round, block.box)) for block in views["file"].blocks]
+        # Without marks, such as the triangle of what can be opened.
+        seen = [one for one in views["file"].blocks if any(map(str.isalnum, one.text))]
+        texts = [(one.text, *map(round, one.box)) for one in seen]
         row = row_of(drawn or html, side, texts=texts)
         if drawn is not None and side != "part" and number % DRAFTS == 0:
             draft = damaged(drawn, Random(f"draft/{seed}/{number}"))

@@ -30,11 +30,13 @@ from earlyfusion.data.synth.pages import (
 )
 from earlyfusion.data.tasks.pages import (
     FPS,
+    GRID,
     HEIGHT,
     HOLD_S,
     MOVE_S,
     OVERLAP,
     REVISE,
+    ROWS,
     document_of,
     frames,
     row_of,
@@ -165,6 +167,37 @@ def folder_of(tmp_path, count=12):
         rows.append(json.dumps(row) + "\n")
     (tmp_path / "pages.jsonl").write_text("".join(rows))
     return tmp_path
+
+
+def test_a_text_is_cut_out_on_the_grid_with_what_is_around_it(tmp_path):
+    folder = folder_of(tmp_path)
+    rows = [json.loads(line) for line in (folder / ROWS).open()]
+    texts = [("Bright garden", 14, 25, 79, 11), ("Go", 200, 60, 40, 24)]
+    for row in rows:
+        row["texts"] = texts
+    (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = make_task("pages", path=str(folder))
+    boxes = {text: box for text, *box in texts}
+    for seed in range(40):
+        problem = task.sample(seed, "train", 4)
+        (left, top, width, height), size = boxes[problem.target], problem.media().open().size
+        whole = problem.picture
+        # Somewhere on the grid: the text whole, at most a step more on either side.
+        assert any(
+            whole.crop((x, y, x + size[0], y + size[1])).tobytes() == problem.media().open().tobytes()
+            and x <= left < x + 2 * GRID
+            and y <= top < y + 2 * GRID
+            and left + width <= x + size[0] <= left + width + 2 * GRID
+            and top + height <= y + size[1] <= top + height + 2 * GRID
+            for y in range(0, whole.height, GRID)
+            for x in range(0, whole.width, GRID)
+        )
+        assert task.reward(problem, problem.target) == 1 > task.reward(problem, "Bright Go") > 0
+    # Held-out pages are asked for as pages, and a folder without texts has none to read.
+    assert task.sample(0, "test", 4).target.startswith("page ")
+    (folder / ROWS).write_text("".join(json.dumps({**row, "texts": []}) + "\n" for row in rows))
+    with pytest.raises(TaskError, match="no train page for level 4"):
+        make_task("pages", path=str(folder)).sample(0, "train", 4)
 
 
 @pytest.mark.parametrize("target", ["dsl", "html"])

@@ -14,7 +14,7 @@ import pytest
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.synth.pages import WIDTH, draw, to_dsl, to_html
+from earlyfusion.data.synth.pages import WIDTH, draw, parse_dsl, to_dsl, to_html
 from earlyfusion.data.tasks.pages import HEIGHT, HOLD_S, MOVE_S, Seen
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.website.browser import PageError, Renderer, find_browser
@@ -342,3 +342,6 @@ def test_pages_are_written_for_both_sides(tmp_path):
     assert {row["side"] for row in told[:10]} == {"train", "part", "template", "combination"}
     assert told[10]["html"] == "<p>mine</p>"
     assert all((tmp_path / row["file"]).is_file() for row in told)
+    assert told[10]["texts"][0][0] == "mine"
+    for row in told[:10]:
+        assert {text for text, *_ in row["texts"]} <= {*parse_dsl(row["page"])[0].texts()}

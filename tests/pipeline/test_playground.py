@@ -342,3 +342,23 @@ def test_words_that_are_no_page_are_words_and_a_page_can_do_nothing(service, say
     assert httpx.get(f"{service.url}/page/0").status_code == 404
     refused = httpx.post(f"{service.url}/page", json={"text": "hello"}, headers=service.headers)
     assert refused.status_code == 400 and "expected lines like" in refused.json()["error"]["message"]
+
+
+def test_frames_of_a_clip_are_shown_as_they_are_read(service, says, page, tmp_path):
+    pytest.importorskip("av")
+    from PIL import Image
+
+    from earlyfusion.eval.website.record import write_mp4
+
+    clip = write_mp4([Image.new("RGB", (240, 180), (9 * i, 0, 0)) for i in range(16)], tmp_path / "a.mp4")
+    says(Message("assistant", (Text("ok"),)))
+    page.locator("#files").set_input_files(str(clip))
+    page.get_by_label("attached clip").wait_for()
+    page.get_by_label("Message", exact=True).press("Enter")
+    # Two seconds, two frames each.
+    page.get_by_label("4 of 4 frames").wait_for()
+    reds = page.evaluate(
+        "[...document.querySelectorAll('.strip canvas')]"
+        ".map(one => one.getContext('2d').getImageData(5, 5, 1, 1).data[0])"
+    )
+    assert len(reds) == 4 and reds == sorted(set(reds)), "every frame is another one"
