@@ -25,7 +25,7 @@ pretrain-long: setup       ## the same, longer (up to 30 minutes)
 	$(TRAIN) nano-long --out runs/nano-long $(call resume,runs/nano-long)
 
 test: setup-dev check      ## lint, types and every test that this machine can run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 60 --durations-min 8
 
 check: setup-dev
 	$(BIN)/ruff check $(ROOMS) tests

@@ -13,11 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 import torch
 
 from earlyfusion.eval.models.engine import load_own
-from earlyfusion.eval.models.hf import load_hf
 from earlyfusion.eval.models.tokens import content_parts, cut_at, has_media
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation, Model, prompt_text
 from earlyfusion.kernels.files import Record
@@ -152,5 +152,8 @@ def open_model(
     options: Record = {"device": device, "dtype": getattr(torch, dtype, None)}
     options |= {"batch_size": 1 if exact else batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
-        return load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
+        # Brings transformers, which takes a second; whoever asks an endpoint need not wait for it.
+        load_hf = import_module("earlyfusion.eval.models.hf").load_hf
+        found: Model = load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
+        return found
     return load_own(model_folder(given), chat=chat, **options)

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import schedules
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earlyfusion.data.loading.encode import PackedBatch
@@ -207,6 +205,8 @@ def alone(rank: int, world: int) -> Iterator[None]:
         if world > 1:
             dist.destroy_process_group()
             # It remembers meshes by their shape, and with them groups that are gone.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
             _clear_sharding_prop_cache()
 
 
@@ -219,13 +219,19 @@ def everywhere(params: Sequence[Any]) -> list[bool]:
 
 def agreed_mode(self: Any, stages: Sequence[Any], *_: Any) -> None:
     """In place of the vote of a pipeline's stages (torch 2.13): all of them know their shapes."""
+    from torch.distributed.pipelining.schedules import InferenceMode  # as below
+
     for stage in stages:
-        stage._inference_mode = schedules.InferenceMode.STATIC
+        stage._inference_mode = InferenceMode.STATIC
 
 
 @contextmanager
 def without_values(memory: Memory, clock: Clock) -> Iterator[None]:
     """Inside, nothing that asks for values is asked, and FSDP tells `memory` what it gathers."""
+    # Here and not above, as all that brings torch.distributed.tensor: it takes two seconds, and the head of
+    # every run comes through this module.
+    from torch.distributed.pipelining import schedules
+
     fsdp = "torch.distributed.fsdp._fully_shard"
     optimizer: dict[str, Any] = {"agreed": everywhere}
     if clock.machine.gpu:

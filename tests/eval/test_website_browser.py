@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 import threading
+from difflib import SequenceMatcher
 from random import Random
 from statistics import fmean
 
+import numpy as np
 import pytest
+from PIL import Image as PILImage
 
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.synth.pages import WIDTH, draw, parse_dsl, to_dsl, to_html
+from earlyfusion.data.synth.pages import WIDTH, damaged, draw, parse_dsl, to_dsl, to_html
 from earlyfusion.data.tasks.pages import HEIGHT, HOLD_S, MOVE_S, Seen
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.website.browser import PageError, Renderer, find_browser
@@ -67,6 +70,49 @@ def test_boxes_are_those_of_the_page_and_the_score_sees_damage():
         assert 1 == score(view, view).mean > score(short, view).mean > score(toned, view).mean
     # A page that nobody looked at: the floor that a model has to leave behind.
     assert fmean(other) < 0.35
+
+
+@pytest.mark.slow
+def test_of_two_pages_the_better_one_is_that_of_ssim_and_text():
+    """50 pairs of drafts, one to six mistakes each, some of another page: where the mean of SSIM and of the
+    words' agreement (0.1 apart or more) is clear, the score says the same nine times in ten."""
+    from skimage.metrics import structural_similarity
+
+    pages = [draw(Random(seed), ("template", "combination")[seed % 2]) for seed in range(50)]
+    drafts = []
+    for seed, page in enumerate(pages):
+        rng = Random(f"pair/{seed}")
+        for _ in range(2):
+            draft = page if rng.random() < 0.8 else rng.choice(pages)
+            for _ in range(rng.randint(1, 6) if rng.random() < 0.9 else 0):
+                draft = damaged(draft, rng)
+            drafts.append(draft)
+
+    async def work(renderer):
+        return await asyncio.gather(*(renderer.render(to_html(page)) for page in [*pages, *drafts]))
+
+    def other(seen, wanted):
+        grey = []
+        for view in (seen, wanted):
+            # Padded to one height, white: SSIM wants equal sizes.
+            canvas = PILImage.new("L", (WIDTH, max(seen.size[1], wanted.size[1])), 255)
+            canvas.paste(view.picture.convert("L"))
+            grey.append(np.asarray(canvas))
+        said = [" ".join(block.text for block in view.blocks).split() for view in (seen, wanted)]
+        return (structural_similarity(*grey) + SequenceMatcher(None, *said, autojunk=False).ratio()) / 2
+
+    views = run(work)
+    wanted, seen = views[:50], views[50:]
+    clear = agreed = 0
+    for number, page in enumerate(wanted):
+        pair = seen[2 * number : 2 * number + 2]
+        theirs = [other(one, page) for one in pair]
+        ours = [score(one, page).mean for one in pair]
+        if abs(theirs[0] - theirs[1]) >= 0.1:
+            clear += 1
+            agreed += (ours[0] > ours[1]) == (theirs[0] > theirs[1])
+    print(f"{agreed} of {clear} clear pairs")
+    assert clear >= 20 and agreed >= 0.9 * clear
 
 
 def test_tabs_and_accordions_open_without_a_script_and_are_scored_by_what_they_do():
