@@ -36,6 +36,9 @@ BENCHES["environments"] = Verb(
 )
 
 BENCHES["swarm"] = Verb("earlyfusion.rl.bench:swarm", "sub-agents side by side and one after the other")
+BENCHES["weightsync"] = Verb(
+    "earlyfusion.rl.weightsync.bench:weightsync", "weights to another process over several rails"
+)
 
 # The fourth way, reinforcement learning with a length reward and a lower token limit, is `earlyfusion rl`.
 WAYS = {
