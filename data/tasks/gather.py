@@ -9,7 +9,7 @@ nothing beyond its cap. A group costs one step and its longest way over eight pl
 What is not done when the budget ends is not found. Costs belong to letters and are told to nobody.
 
 Rewards (`earlyfusion.data.tasks.gather:parallel`, ...): perf is the task's own, F1 of items; parallel,
-assignments as a share of what there is to assign; finish, the share of assignments that brought something new
+assignments, of use or not; finish, the share of assignments that brought something new
 that was asked for; collapsed and steps are counted, at weight 0.
 """
 
@@ -23,8 +23,9 @@ from earlyfusion.data.tasks.problem import Problem, Task, task
 
 ITEMS = "abcdefghijklmnop"
 COSTS = {item: Random(f"gather/{item}").randint(2, 4) for item in ITEMS}
-PLACES, CAP = 8, 6
-"""Sub-agents at work at a time; steps after which one of them has found nothing."""
+PLACES, CAP, MOST = 8, 6, 16
+"""Sub-agents at work at a time; steps after which one of them has found nothing; assignments that r_parallel
+pays for, twice as many as there are items or places."""
 SPAWNS = 0.25
 """Share of the documents of pretraining whose plan has random assignments."""
 _WORD = re.compile(r"[a-p]|[()!]|\S")
@@ -160,11 +161,15 @@ def outcome(problem: Problem, response: str) -> Outcome:
 # Rewards beside the task's own, for `reward.name`.
 
 
+def all_found(problem: Problem, response: str) -> float:
+    """Whether every item was found: an outcome that is right or wrong, as of a question with one answer."""
+    return float(outcome(problem, response).found >= frozenset(problem.meta["wanted"]))
+
+
 def parallel(problem: Problem, response: str) -> float:
-    """r_parallel: assignments as a share of the items asked for, or of the places where these are fewer, 1 at
-    most; against serial collapse. More than can be of use is not paid."""
-    most = min(PLACES, len(problem.meta["wanted"]))
-    return min(1.0, outcome(problem, response).assigned / most)
+    """r_parallel: assignments as a share of MOST, 1 at most; against serial collapse. It asks for no use of
+    them."""
+    return min(1.0, outcome(problem, response).assigned / MOST)
 
 
 def finish(problem: Problem, response: str) -> float:

@@ -42,7 +42,7 @@ from earlyfusion.rl.swarm.spans import Span, Trace
 
 LEVELS = {"six_to_eight": 1, "eight": 2}
 """Name in the figures -> level of the task."""
-MOST_TOKENS = 48
+MOST_TOKENS = 56
 STEP_S, CLOCKED = 0.02, 8
 """Seconds of a step, and questions that are timed."""
 

@@ -61,8 +61,8 @@ def test_rewards_pay_for_what_they_are_called():
         name: [getattr(gather, part)(problem, plan) for part in ("parallel", "finish", "collapsed")]
         for name, plan in plans.items()
     }
-    assert got["serial"] == [0.0, 0.0, 1.0] and got["empty"] == [1.0, 0.0, 0.0]
-    assert got["good"][0] == 1.0 and got["good"][1] > 0.6 and got["broken"] == [0.0, 0.0, 1.0]
+    assert got["serial"] == [0.0, 0.0, 1.0] and got["empty"] == [0.5, 0.0, 0.0]
+    assert got["good"][0] == 0.5 and got["good"][1] > 0.6 and got["broken"] == [0.0, 0.0, 1.0]
     assert f1(frozenset("ab"), frozenset("abcd")) == pytest.approx(2 / 3)
     assert gather.steps(problem, plans["good"]) < 1.0 == gather.steps(problem, plans["serial"])
 
