@@ -161,11 +161,6 @@ def outcome(problem: Problem, response: str) -> Outcome:
 # Rewards beside the task's own, for `reward.name`.
 
 
-def all_found(problem: Problem, response: str) -> float:
-    """Whether every item was found: an outcome that is right or wrong, as of a question with one answer."""
-    return float(outcome(problem, response).found >= frozenset(problem.meta["wanted"]))
-
-
 def parallel(problem: Problem, response: str) -> float:
     """r_parallel: assignments as a share of MOST, 1 at most; against serial collapse. It asks for no use of
     them."""
