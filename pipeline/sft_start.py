@@ -23,7 +23,7 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import load_config, model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.vision.config import VisionConfig
+from earlyfusion.pipeline.config.schema import without_preset
 
 VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of the text model that follow the tokenizer."""
@@ -49,9 +49,8 @@ def with_start(tree: Record) -> Record:
     for section, config in (("model", found.text), ("vision", found.vision)):
         wanted = tree.get(section) or {}
         if section == "vision" and wanted.get("preset") is not None:
-            # What it stands for: a model directory names none.
-            own = {key: value for key, value in wanted.items() if key != "preset"}
-            wanted = VisionConfig.preset(wanted["preset"]).model_dump(mode="json") | own
+            # A model directory names none.
+            wanted = without_preset(wanted)
         _check_same(section, wanted, config.model_dump(mode="json"), str(directory))
     given = (tree.get("tokenizer") or {}).get("path")
     if given is not None and Tokenizer.load(given).hash != tokens.hash:

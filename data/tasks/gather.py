@@ -9,8 +9,8 @@ nothing beyond its cap. A group costs one step and its longest way over eight pl
 What is not done when the budget ends is not found. Costs belong to letters and are told to nobody.
 
 Rewards (`earlyfusion.data.tasks.gather:parallel`, ...): perf is the task's own, F1 of items; parallel,
-assignments, of use or not; finish, the share of assignments that brought something new
-that was asked for; collapsed and steps are counted, at weight 0.
+assignments, of use or not; finish, the share of assignments that brought something new that was asked for;
+steps are counted, at weight 0.
 """
 
 import heapq

@@ -167,10 +167,10 @@ class Pages(Task):
         rng = Random(f"rl/{key}")
         clip = self.levels[difficulty]["clip"]
         clip = rng.random() < 0.5 if clip is None else clip
-        # What is behind a tab cannot be read from one picture.
         of = self.levels[difficulty].get("of") if split == "train" else None
         rows = self.read if of == "text" else self.rows["part" if of else split]
-        if not clip and not of:
+        # What is behind a tab cannot be read from one picture; a text that was cut out was seen.
+        if not clip and of != "text":
             rows = [row for row in rows if "opened" not in row]
         if not rows:
             raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.pipeline.config.size import SIZE_KEYS
 from earlyfusion.vision.config import PRESETS, VisionConfig
@@ -289,6 +290,12 @@ class SandboxSection(Section):
     that is an error."""
 
 
+def without_preset(vision: Record) -> Record:
+    """A [vision] with the fields that its preset stands for, below its own."""
+    own = {key: value for key, value in vision.items() if key != "preset"}
+    return VisionConfig.preset(vision["preset"]).model_dump(mode="json") | own
+
+
 class RunConfig(Section):
     """The whole of a run. Build it with `compose.load_config`, which turns every mistake into one clear
     line."""
@@ -320,8 +327,7 @@ class RunConfig(Section):
         vision = raw.get("vision")
         # Before the check: a preset gives the fields that are required.
         if isinstance(vision, dict) and "preset" in vision:
-            own = {key: value for key, value in vision.items() if key != "preset"}
-            raw["vision"] = VisionConfig.preset(vision["preset"]).model_dump(mode="json") | own
+            raw["vision"] = without_preset(vision)
         model = raw.get("model")
         if isinstance(model, dict) and model.get("vocab_size") is None:
             tokenizer = raw.get("tokenizer")

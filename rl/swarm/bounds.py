@@ -78,14 +78,17 @@ def figures(problems: Sequence[Problem], plan_of: Callable[[Problem], str]) -> R
 
 def timeline(problem: Problem, plan: str, folder: Path) -> None:
     """Write who works when in a plan; a step is drawn as a second."""
-    trace = Trace()
+    trace, groups = Trace(), 0
 
     def told(items: str, begun: int, took: int) -> None:
-        agent = "sub-agent" if items[0] == "(" else "orchestrator"
-        about = {"swarm.turn": begun, "items": items}
-        trace.spans.append(
-            Span(len(trace.spans), None, "invoke_agent", f"{agent} {items}", begun, begun + took, about)
-        )
+        nonlocal groups
+        groups += items == "!"
+        # A group waits for the last of it; for what the orchestrator does itself everybody waits.
+        together = items[0] == "("
+        agent, turn = ("sub-agent", groups) if together else ("orchestrator", -1 - len(trace.spans))
+        about = {"swarm.turn": turn, "items": items}
+        span = Span(len(trace.spans), None, "invoke_agent", f"{agent} {items}", begun, begun + took, about)
+        trace.spans.append(span)
 
     came = played(plan, frozenset(problem.meta["wanted"]), problem.meta["budget"], told)
     counts = {"critical steps": came.steps, "total steps": came.total, "items": len(came.found)}
@@ -129,7 +132,8 @@ async def by_clock(problems: Sequence[Problem], plan_of: Callable[[Problem], str
         plan, wanted, budget = plan_of(problem), problem.meta["wanted"], problem.meta["budget"]
         right = len(outcome(problem, plan).found & frozenset(wanted))
         took += await seconds(plan, wanted, budget)
-        in_series += await seconds(serial(wanted[:right]), wanted, 99)
+        if right:
+            in_series += await seconds(serial(wanted[:right]), wanted, 99)
     return in_series / took
 
 

@@ -24,7 +24,7 @@ from earlyfusion.pipeline.figures import show
 from earlyfusion.rl.weightsync.layout import Slice, manifest_of, pack
 from earlyfusion.rl.weightsync.publish import Link, publish
 from earlyfusion.rl.weightsync.replica import Replica
-from earlyfusion.rl.weightsync.wire import Address, FileRail, MemoryRail, Rail, Receiver, TcpRail
+from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, Rail, Receiver, TcpRail
 
 LOOKED_AT = 64
 """Places of the weights that a reading compares."""
@@ -93,10 +93,10 @@ class Trainer:
         self.hanging = Hanging(address, "tcp 2")
         most = self.slice_bytes
         self.rails: dict[str, Rail] = {
-            "memory": MemoryRail(address, most=most),
+            "memory": FileRail(address, MEMORY, "memory", most),
             "tcp": TcpRail(address),
             "tcp 2": self.hanging,
-            "file": FileRail(address, folder, most=most),
+            "file": FileRail(address, folder, "file", most),
         }
         self.links = {name: Link(address, [rail], slice_bytes=most) for name, rail in self.rails.items()}
         self.links["four rails"] = Link(address, list(self.rails.values()), slice_bytes=most)
@@ -150,6 +150,8 @@ def weightsync(options: WeightsyncOptions) -> None:
             trainer.hanging.seconds = rng.uniform(0.3, 0.6)
             healing += trainer.send("four rails")[1].healing
         told.send(None)
+        for rail in trainer.rails.values():
+            rail.close()
     healing.sort()
     faults: Record = {
         "readings": last - first,

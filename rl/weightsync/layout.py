@@ -1,8 +1,10 @@
 """Weights as one run of bytes: what stands where, and in which slices it travels.
 
-manifest = manifest_of(model.state_dict(), version=7, dtype=torch.bfloat16)
-pack(model.state_dict().items(), manifest, buffer)      # name by name: shards are gathered one at a time
-views(manifest, buffer)                                 # name -> tensor over the same bytes
+    manifest = manifest_of(model.state_dict(), version=7, dtype=torch.bfloat16)
+    pack(model.state_dict().items(), manifest, buffer)      # name by name: shards are gathered one at a time
+    views(manifest, buffer)                                 # name -> tensor over the same bytes
+
+A version's number belongs to its bytes: other weights have another.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A version of the weights, from a trainer to its engines: everywhere whole first, then everywhere read.
 
-    link = Link(receiver.address, [MemoryRail(receiver.address), TcpRail(receiver.address)])
+    link = Link(receiver.address, [FileRail(receiver.address, MEMORY), TcpRail(receiver.address)])
     publish([link, ...], manifest, buffer)
 
 Two phases: all slices to all engines, compared with their checksums; then one word to each, upon which it

@@ -1,21 +1,22 @@
 """Slices over several rails, by what each has been measured to take; a rail that fails or stalls loses its
 slices to the others.
 
-    sprayer = Sprayer([MemoryRail(address), TcpRail(address), ...])
+    sprayer = Sprayer([FileRail(address, MEMORY), TcpRail(address), ...])
     report = sprayer.send(version, slices, buffer)      # returns when every slice is in its place
 
 A rail takes the next slice when it is free. It leaves it to the others where they would be through with all
 that is left before it were done with this one (rates are means over the last slices); every PROBE-th time it
 takes it nevertheless, so that a rail that has recovered is found. A slice that takes longer than LATE times
 what it should, and PATIENCE_S at least, is given to another rail as well: writing it twice does no harm. A
-rail that was late or failed pauses, twice as long every time, and comes back with a single slice.
+rail that is late is asked nothing more until it answers. One that failed pauses, twice as long every time
+until a slice gets through.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.rl.weightsync.layout import Slice, SyncError
@@ -33,7 +34,8 @@ LOOK_S = 0.004
 @dataclass
 class Lane:
     """A rail and what is known of it. rate: bytes a second, 0 before the first slice; pause: seconds of the
-    last one; until: when it ends."""
+    last one; until: when it ends; busy: it is at a slice, perhaps of an earlier version; declined: slices
+    that it left to others; slices, sent: what it brought, and its bytes; fault: the last one."""
 
     rail: Rail
     rate: float = 0.0
@@ -43,7 +45,7 @@ class Lane:
     declined: int = 0
     slices: int = 0
     sent: int = 0
-    faults: list[str] = field(default_factory=list)
+    fault: str = ""
 
     def measured(self, size: int, seconds: float) -> None:
         """A slice arrived."""
@@ -54,7 +56,7 @@ class Lane:
 
     def failed(self, why: str, now: float) -> None:
         """It pauses, longer each time."""
-        self.faults.append(why)
+        self.fault = why
         self.pause = min(2 * self.pause or PAUSE_S, LONGEST_PAUSE_S)
         self.until = now + self.pause
 
@@ -93,7 +95,7 @@ class Sprayer:
             self._under_way, self._lost, self._healing = {}, {}, []
         wanted, over = set(slices), threading.Event()
         workers = [
-            threading.Thread(target=self._work, args=(i, version, buffer, wanted, over), daemon=True)
+            threading.Thread(target=self._work, args=(i, version, buffer, over), daemon=True)
             for i in range(len(self.lanes))
         ]
         for worker in workers:
@@ -105,7 +107,7 @@ class Sprayer:
                     now = time.monotonic()
                     self._find_late(now)
                     if now - begun > self.timeout_s:
-                        told = [f"{one.rail.name}: {one.faults[-1]}" for one in self.lanes if one.faults]
+                        told = [f"{one.rail.name}: {one.fault}" for one in self.lanes if one.fault]
                         missing = len(wanted) - len(self._done)
                         raise SyncError(
                             f"{missing:,} of {len(wanted):,} slices in {self.timeout_s:g} s;"
@@ -119,9 +121,7 @@ class Sprayer:
         size = sum(one.size for one in wanted)
         return Sent(time.monotonic() - begun, size, self._healing, {one.rail.name: one for one in self.lanes})
 
-    def _work(
-        self, number: int, version: int, buffer: memoryview, wanted: set[Slice], over: threading.Event
-    ) -> None:
+    def _work(self, number: int, version: int, buffer: memoryview, over: threading.Event) -> None:
         """A rail's own thread, for one `send`."""
         lane = self.lanes[number]
         while not over.is_set():
@@ -159,7 +159,7 @@ class Sprayer:
         lane, now = self.lanes[number], time.monotonic()
         while self._left and self._left[0] in self._done:
             self._left.popleft()
-        # Busy: it still hangs in a slice of an earlier version.
+        # It may still hang in a slice of an earlier version.
         if not self._left or lane.busy or now < lane.until:
             return None
         first = self._left[0]
@@ -182,7 +182,7 @@ class Sprayer:
             self._lost.setdefault(one, begun)
 
     def _find_late(self, now: float) -> None:
-        """Give what is late to others; its rail is asked nothing more until it answers, and then pauses."""
+        """Give what is late to others."""
         for (one, number), (begun, due) in list(self._under_way.items()):
             if now > due and one not in self._done:
                 self._under_way[one, number] = (begun, float("inf"))

@@ -2,8 +2,8 @@
 
     receiver = Receiver(replica)                    the engine's side
     rail = TcpRail(receiver.address)                the trainer's: put(version, Slice, bytes)
-    rail = MemoryRail(receiver.address)             one host: bytes through shared memory
-    rail = FileRail(receiver.address, folder)       bytes through a file system that both see
+    rail = FileRail(receiver.address, folder)       one host: bytes through a file that both map; in
+                                                    MEMORY through shared memory
 
 Rails differ in how the bytes go; all of them tell the receiver over a connection of their own, which answers
 once it has compared the checksum and put the slice in its place. A rail takes one slice at a time. Whoever
@@ -21,8 +21,6 @@ import struct
 import threading
 import zlib
 from contextlib import suppress
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +35,8 @@ DONE = b"\x01"
 """The answer to a slice that is in its place; a message of LENGTH bytes follows any other byte."""
 MOST_MESSAGE = 1 << 28
 """Bytes of a message."""
+MEMORY = Path("/dev/shm")
+"""Where Linux keeps files that are memory."""
 LIMIT_S = 10.0
 """Seconds after which a rail that does not move is broken."""
 
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 class Rail(Protocol):
     """A way to a receiver. put returns once the slice is in its place, and raises SyncError or OSError where
-    it is not; a rail that was closed connects again."""
+    it is not; the next one connects again. close: nothing more is sent."""
 
     name: str
 
@@ -149,11 +149,11 @@ class Receiver:
                 self._take(connection, source)
         self._open.discard(connection)
 
-    def _source(self, hello: Record) -> "Inline | Elsewhere | None":
+    def _source(self, hello: Record) -> "Inline | Mapped | None":
         kind = hello.get("rail")
         if kind is None:
             return None
-        return Inline() if kind == "tcp" else Elsewhere(str(kind), str(hello["place"]))
+        return Inline() if kind == "tcp" else Mapped(Path(str(hello["place"])))
 
     def _talk(self, connection: socket.socket) -> None:
         """Questions of a sender, one after the other."""
@@ -172,7 +172,7 @@ class Receiver:
                 told = {"error": str(error)}
             write_message(connection, told)
 
-    def _take(self, connection: socket.socket, source: "Inline | Elsewhere") -> None:
+    def _take(self, connection: socket.socket, source: "Inline | Mapped") -> None:
         """Slices of a rail, one after the other."""
         head = bytearray(HEADER.size)
         try:
@@ -211,32 +211,23 @@ class Inline:
         """Nothing is held."""
 
 
-class Elsewhere:
-    """Slices in shared memory or in a file."""
+class Mapped:
+    """Slices in a file."""
 
-    def __init__(self, kind: str, place: str) -> None:
-        self.memory = self.map = None
-        if kind == "memory":
-            self.memory = SharedMemory(place)
-            # Python 3.11 would remove what another process made.
-            resource_tracker.unregister(f"/{self.memory.name.lstrip('/')}", "shared_memory")
-            self.bytes: Any = self.memory.buf
-        else:
-            with Path(place).open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.bytes = memoryview(self.map)
+    def __init__(self, place: Path) -> None:
+        with place.open("rb") as file:
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(self, connection: socket.socket, size: int) -> memoryview:
         """The bytes of a slice."""
-        if size > len(self.bytes):
-            raise SyncError(f"a slice of {size:,} bytes where there are {len(self.bytes):,}")
+        if size > len(self.map):
+            raise SyncError(f"a slice of {size:,} bytes where there are {len(self.map):,}")
         # A copy: a sender that gave up may write the next slice there while this one is looked at.
-        return memoryview(bytearray(self.bytes[:size]))
+        return memoryview(self.map[:size])
 
     def close(self) -> None:
-        """Give the place back."""
-        with suppress(BufferError):
-            (self.memory or self.map).close()  # type: ignore[union-attr]
+        """Give the file back."""
+        self.map.close()
 
 
 # ---- the trainer's side
@@ -273,10 +264,14 @@ class TcpRail:
                 raise SyncError(read_message(self._connection)["error"])
         except BaseException:
             # Whatever is still under way there belongs to nobody.
-            self.close()
+            self.disconnect()
             raise
 
     def close(self) -> None:
+        """See Rail."""
+        self.disconnect()
+
+    def disconnect(self) -> None:
         """End the connection; the next slice makes another."""
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -285,42 +280,19 @@ class TcpRail:
             connection.close()
 
 
-class MemoryRail(TcpRail):
-    """Bytes through shared memory of one host. most: bytes of the largest slice."""
-
-    kind = "memory"
-
-    def __init__(self, address: Address, name: str = "memory", most: int = 1 << 23) -> None:
-        super().__init__(address, name)
-        self.memory = SharedMemory(create=True, size=most)
-
-    def about(self) -> Record:
-        """See TcpRail."""
-        return {"rail": self.kind, "place": self.memory.name}
-
-    def bring(self, connection: socket.socket, head: bytes, data: memoryview) -> None:
-        """See TcpRail."""
-        room: Any = self.memory.buf
-        room[: len(data)] = data
-        connection.sendall(head)
-
-    def end(self) -> None:
-        """Give the memory back."""
-        self.close()
-        self.memory.close()
-        self.memory.unlink()
-
-
 class FileRail(TcpRail):
-    """Bytes through a file in a folder that both sides see."""
+    """Bytes through a file that both sides map. most: bytes of the largest slice."""
 
     kind = "file"
 
     def __init__(self, address: Address, folder: Path, name: str = "file", most: int = 1 << 23) -> None:
         super().__init__(address, name)
-        self.path = folder / f"weights-{secrets.token_hex(8)}"
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(self.file, most)
+        self.path = folder / f"earlyfusion-weights-{secrets.token_hex(8)}"
+        # For its owner's eyes alone: weights are nobody else's.
+        number = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(number, "rb+") as file:
+            file.truncate(most)
+            self.map = mmap.mmap(number, most)
 
     def about(self) -> Record:
         """See TcpRail."""
@@ -328,11 +300,11 @@ class FileRail(TcpRail):
 
     def bring(self, connection: socket.socket, head: bytes, data: memoryview) -> None:
         """See TcpRail."""
-        os.pwrite(self.file, data, 0)
+        self.map[: len(data)] = data
         connection.sendall(head)
 
-    def end(self) -> None:
-        """Remove the file."""
-        self.close()
-        os.close(self.file)
+    def close(self) -> None:
+        """Remove the file, too."""
+        self.disconnect()
+        self.map.close()
         self.path.unlink(missing_ok=True)

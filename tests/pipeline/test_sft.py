@@ -12,6 +12,8 @@ from tiny_run import ACCELERATE, assert_same, environment, numbers, start, weigh
 from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.model.hub.config import load_config, model_folder
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
@@ -127,6 +129,15 @@ def test_a_start_that_cannot_work_is_one_line(chat_file, tmp_path, monkeypatch, 
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and said in errors[0], errors
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_preset_is_compared_by_what_it_stands_for():
+    """A recipe that extends the one of pretraining names a preset; the model directory names none."""
+    vision = load_config(model_folder("embedded:skills")).vision.model_dump(mode="json")
+    tree = {"run": {"init_from": "embedded:skills"}, "vision": {"preset": "tiny", **vision}}
+    assert with_start(tree)["vision"] == vision
+    with pytest.raises(UserError, match=r"vision.hidden_size = 8: the model comes from"):
+        with_start({**tree, "vision": {**tree["vision"], "hidden_size": 8}})
 
 
 def test_a_resolved_recipe_starts_the_same_run_again(unbroken, chat_file, tmp_path, monkeypatch):
