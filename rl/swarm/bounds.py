@@ -43,7 +43,7 @@ from earlyfusion.rl.swarm.spans import Span, Trace
 LEVELS = {"six_to_eight": 1, "eight": 2}
 """Name in the figures -> level of the task."""
 MOST_TOKENS = 56
-STEP_S, CLOCKED = 0.02, 8
+STEP_S, CLOCKED = 0.02, 4
 """Seconds of a step, and questions that are timed."""
 
 
