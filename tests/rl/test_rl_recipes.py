@@ -85,7 +85,7 @@ walls around reward functions of others: reward.memory_mb
 the form of a question: tasks.thought
 entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty
   eval.tasks.options eval.tasks.power eval.tasks.thought
-a mixture that changes by stage or within one: stages.mix.weights stages.mix.ramp
+a mixture that changes within a stage: stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
 partial rollouts: stale.max_lag
