@@ -31,6 +31,7 @@ from earlyfusion.model.engine.engine import pack_prompts
 from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.layers import moe_layers
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, run_side, save_record
 from earlyfusion.pipeline.build import fusion_config
 from earlyfusion.pipeline.config.compose import load_config, validate
@@ -140,7 +141,8 @@ def measured(side: str, conversations: int, turns: int, latency_ms: float, slots
     shape = fusion_config(load_config(["nano"]), tokenizer.media_pad_id)
     model = brief(NativeFusion(shape), tokenizer)
     engine = build_engine(config, model, tokenizer, folder, runtime)
-    collector = Collector(config, PromptPool(config, tokenizer, model.config.vision), engine, runtime)
+    pool = PromptPool(config, tokenizer, model.config.vision)
+    collector = Collector(config, pool, engine, runtime, bool(moe_layers(model)))
 
     # Time without any request: waiting for replies with nothing else to do. Taken: inside Engine.submit.
     waited, taken, due, submit = [0.0], [0.0], Episodes.due, engine.submit

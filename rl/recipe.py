@@ -1,8 +1,8 @@
 """The schema of a reinforcement learning run: what `earlyfusion rl RECIPE` may hold.
 
-A recipe is TOML with the sections `run tasks rollout reward objective correction stale length overlong toggle
-repeat temperature curriculum ptx data optim train guard eval checkpoint track log sandbox`. `tasks` is a
-list: one entry for each task, level of difficulty and form of the prompt.
+A recipe is TOML with the sections `run tasks rollout roles reward objective correction stale length overlong
+toggle repeat temperature curriculum ptx data optim train guard eval checkpoint track log sandbox`. `tasks` is
+a list: one entry for each task, level of difficulty and form of the prompt.
 
     [[tasks]]
     name = "counting"
@@ -49,6 +49,7 @@ from earlyfusion.pipeline.config.schema import (
     TrackSection,
 )
 from earlyfusion.rl.environments import base as environments
+from earlyfusion.rl.fleet.schedule import PolicyName
 from earlyfusion.rl.objectives.length import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
 from earlyfusion.rl.objectives.losses import CorrectionConfig, ObjectiveConfig, StaleConfig
 
@@ -241,6 +242,23 @@ class RolloutSection(Section):
     ones."""
 
 
+class RolesSection(Section):
+    """Who writes answers. Processes of the launch train; each may have engines of its own beside it."""
+
+    engines: NonNegativeInt = 0
+    """Engines in processes of their own, for every process that trains; on GPUs each takes a device after
+    those of the trainers. 0: the engine lives in the process that trains, and they take turns."""
+    ahead: NonNegativeInt = 0
+    """Iterations whose prompts are in work beside the one that is waited for. 0: all answers are of the
+    newest weights; 1: engines write while there is training, one step off policy; more: the same with longer
+    queues. Answers go on with new weights where they are, and `stale.max_lag` bounds what is trained of
+    them."""
+    policy: PolicyName = "context"
+    """Which answers are written where (rl/fleet/schedule.py): request, divided, context."""
+    chunk: PositiveInt = 256
+    """Tokens of an answer before it may move to another engine."""
+
+
 class JudgeSection(Section):
     model: str
     """An OpenAI-compatible endpoint (http://localhost:8000/v1), a model directory, or hf:PATH."""
@@ -379,6 +397,7 @@ class RLConfig(Section):
     tasks: list[TaskEntry] = Field(min_length=1)
     """The prompts."""
     rollout: RolloutSection = RolloutSection()
+    roles: RolesSection = RolesSection()
     reward: RewardSection = RewardSection()
     objective: ObjectiveConfig = ObjectiveConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -441,6 +460,27 @@ class RLConfig(Section):
                 f"train.minibatches {train.minibatches} is more than rollout.prompts {rollout.prompts}"
             )
 
+        # Engines of their own.
+        roles = self.roles
+        if roles.ahead and not roles.engines:
+            raise ValueError(
+                "roles.ahead without roles.engines: nobody would write meanwhile; set roles.engines"
+            )
+        if roles.ahead and (self.has_tools or rollout.token_cap is not None or rollout.fraction < 1):
+            raise ValueError(
+                "roles.ahead with tools, rollout.token_cap or rollout.fraction: expected answers of one"
+                " message, which are waited for whole"
+            )
+        if roles.ahead and self.temperature.start != self.temperature.end:
+            raise ValueError(
+                "roles.ahead with a temperature that changes: an answer would be drawn at several; set"
+                " temperature.start = temperature.end"
+            )
+        if roles.policy == "oracle":
+            raise ValueError(
+                "roles.policy 'oracle' knows lengths beforehand; expected request, divided or context"
+            )
+
         # Curated documents.
         if (ptx.coef or ptx.only) and self.data is None:
             raise ValueError("ptx.coef is above 0 but there is no [[data.sources]] to take documents from")
@@ -495,7 +535,7 @@ class RLConfig(Section):
     @property
     def partial(self) -> bool:
         """Whether answers may go on in a later iteration."""
-        return self.rollout.token_cap is not None or self.rollout.fraction < 1
+        return self.rollout.token_cap is not None or self.rollout.fraction < 1 or self.roles.ahead > 0
 
     @property
     def has_tools(self) -> bool:
@@ -514,7 +554,8 @@ class RLConfig(Section):
     def watched(self) -> bool:
         """Whether answers are looked at while they are written: partial rollouts, and answers that run in
         circles."""
-        return self.partial or self.repeat is not None
+        paused = self.rollout.token_cap is not None or self.rollout.fraction < 1
+        return paused or self.repeat is not None
 
     @property
     def measured(self) -> list[TaskEntry]:

@@ -27,10 +27,12 @@ The engine that answers and the curated documents beside it, which no other stag
 """
 
 import math
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,8 +47,10 @@ from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
+from earlyfusion.model.engine.scheduler import token_rules
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.model.layers import moe_layers
 from earlyfusion.pipeline import build, cli, state
 from earlyfusion.pipeline.adapter import FOLDER, adapted, attach, check_plan, merged, save_adapter
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded
@@ -66,6 +70,8 @@ from earlyfusion.pipeline.schedule import due, linear
 from earlyfusion.pipeline.step import peak_memory_bytes
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import Guard, Update, check_frozen, update
+from earlyfusion.rl.fleet.fleet import Fleet
+from earlyfusion.rl.fleet.remote import EngineOptions, Process, Remote
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
@@ -85,21 +91,40 @@ from earlyfusion.rl.rollouts.prompts import PromptPool
 
 PAGE = 16
 """Tokens of a page of the engine's cache."""
+LOCAL = (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+"""What every launcher tells of this machine: processes, and the number of this one."""
 
 
 def build_engine(
     config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, folder: Path, runtime: Runtime
-) -> Engine:
-    """The engine that answers: over `model` itself, or over a bfloat16 copy of the start in `folder`."""
-    rollout = config.rollout
-    # A copy is loaded and not cast: the trained model keeps its fp32 weights, or its shards of them.
-    if rollout.dtype == "bfloat16" or runtime.layout.sharded:
-        dtype = torch.bfloat16 if rollout.dtype == "bfloat16" else torch.float32
-        model = load_model(folder, runtime.device, dtype)
+) -> Engine | Fleet:
+    """Who answers: an engine over `model` itself, or over a bfloat16 copy of the start in `folder`; with
+    roles.engines a fleet of processes with copies of their own."""
+    rollout, roles = config.rollout, config.roles
+    dtype = torch.bfloat16 if rollout.dtype == "bfloat16" else torch.float32
     # Pages for the longest answers everywhere: the engine then never pauses one for want of memory.
     longest = (rollout.max_prompt_tokens or 1024) + config.longest_answer
     share = math.ceil(rollout.prompts / runtime.world)
     slots = min(rollout.slots, share * rollout.group_size)
+    if roles.engines:
+        slots = min(slots, math.ceil(share * (1 + roles.ahead) * rollout.group_size / roles.engines))
+        options = EngineOptions(
+            str(folder),
+            dtype=str(dtype).removeprefix("torch."),
+            max_slots=slots,
+            page_size=PAGE,
+            max_pages=slots * (math.ceil(longest / PAGE) + 2),
+            prefill_chunk=rollout.prefill_chunk,
+            image_cache=4 * share,
+            run_ahead=1 if config.watched else RUN_AHEAD,
+        )
+        waiting = (4 * share + 1024) * rollout.group_size
+        return Fleet(
+            engines_beside(options, roles.engines, runtime), roles.policy, roles.chunk, waiting, tokenizer
+        )
+    # A copy is loaded and not cast: the trained model keeps its fp32 weights, or its shards of them.
+    if rollout.dtype == "bfloat16" or runtime.layout.sharded:
+        model = load_model(folder, runtime.device, dtype)
     return Engine(
         model,
         tokenizer,
@@ -111,7 +136,20 @@ def build_engine(
         image_cache=4 * share,
         # Answers that may be ended or paused are looked at after every token.
         run_ahead=1 if config.watched else RUN_AHEAD,
+        speculate=True,
     )
+
+
+def engines_beside(options: EngineOptions, count: int, runtime: Runtime) -> list[Remote]:
+    """Processes with engines for this one, on the devices after those of the trainers on this machine."""
+    processes = []
+    for number in range(count):
+        device = "cpu"
+        if runtime.device.type == "cuda":
+            trainers, own = (int(os.environ.get(name, given)) for name, given in LOCAL)
+            device = f"cuda:{trainers + own * count + number}"
+        processes.append(Process(replace(options, device=device)))
+    return [Remote(process) for process in processes]
 
 
 def build_curated(
@@ -194,9 +232,10 @@ class Reinforcement:
         # Prompts, the engine that answers them, what the answers earn, and what is learned from that.
         self.prompts = PromptPool(config, self.tokenizer, self.model.config.vision)
         self.engine = build_engine(config, self.model, self.tokenizer, self.start_folder, runtime)
-        self.collector = Collector(config, self.prompts, self.engine, runtime)
+        self.collector = Collector(config, self.prompts, self.engine, runtime, bool(moe_layers(self.plain)))
         self.rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
-        self.learner = Learner(config, self.model, runtime, sorted(self.engine.rules.banned_ids))
+        rules = token_rules(self.plain, self.tokenizer)
+        self.learner = Learner(config, self.model, runtime, sorted(rules.banned_ids))
         # Each process shuffles groups of its own, so its order is its own as well.
         self.generator = torch.Generator().manual_seed(config.run.seed + 7919 * runtime.rank)
         # As many curated rows as the run began with, however many processes go on with it.
@@ -333,7 +372,7 @@ class Reinforcement:
         # The version stands beside every token, which staleness and temperature are read from.
         # A copy has no adapters: it gets the sums.
         weights = self.model.state_dict()
-        if adapted(self.model) and self.engine.model is not self.model:
+        if adapted(self.model) and getattr(self.engine, "model", None) is not self.model:
             bare, whole_weight = merged(self.model)
             weights = {name: whole_weight(name) for name in bare.state_dict()}
         self.engine.load_weights(weights, self.update)

@@ -36,6 +36,10 @@ BENCHES["environments"] = Verb(
 )
 
 BENCHES["swarm"] = Verb("earlyfusion.rl.bench:swarm", "sub-agents side by side and one after the other")
+BENCHES["rollouts"] = Verb(
+    "earlyfusion.rl.fleet.bench:rollouts", "whole answers beside divided ones, on several engines"
+)
+BENCHES["drafts"] = Verb("earlyfusion.rl.fleet.bench:drafts", "drafts of siblings, beside none")
 BENCHES["weightsync"] = Verb(
     "earlyfusion.rl.weightsync.bench:weightsync", "weights to another process over several rails"
 )

@@ -75,15 +75,13 @@ def window(page: PILImage.Image, top: int) -> PILImage.Image:
     return shown
 
 
-def frames(
-    page: PILImage.Image, opened: PILImage.Image | None, fps: float, first: float = 0.0
-) -> list[PILImage.Image]:
-    """Frames of a clip, `fps` a second from second `first` on, with an eased scroll between the places."""
+def frames(page: PILImage.Image, opened: PILImage.Image | None, fps: float) -> list[PILImage.Image]:
+    """Frames of a clip, `fps` a second, with an eased scroll between the places."""
     stops, period = [*scroll(page, opened)], HOLD_S + MOVE_S
-    count = max(1, round((len(stops) * period - first) * fps))
+    count = max(1, round(len(stops) * period * fps))
     made = []
     for number in range(count):
-        at = first + number / fps
+        at = number / fps
         picture, here, there = stops[min(int(at / period), len(stops) - 1)]
         part = max(0.0, (at % period - HOLD_S) / MOVE_S)
         eased = part * part * (3 - 2 * part)
@@ -175,7 +173,7 @@ class Pages(Task):
         if not rows:
             raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")
         row = rng.choice(rows)
-        return self.cutting(row, rng, key) if of == "text" else self.problem(row, clip, rng, key)
+        return self.cutting(row, rng, key) if of == "text" else self.problem(row, clip, key)
 
     def cutting(self, row: Record, rng: Random, key: str) -> Problem:
         """One text of a row, with at most one step of the grid around it."""
@@ -188,13 +186,14 @@ class Pages(Task):
         meta = {"graph": seen, "side": row["side"]}
         return Problem(READ, picture, text, text, text, "text", row["side"], meta, self.name, key)
 
-    def problem(self, row: Record, clip: bool, rng: Random, key: str) -> Problem:
+    def problem(self, row: Record, clip: bool, key: str) -> Problem:
         """The problem of a row."""
         picture = self._picture(row["file"])
         if clip:
             opened = self._picture(row["opened"]) if "opened" in row else None
-            # Not always from the first moment: the frames of a clip fall anywhere.
-            seen = frames(picture, opened, FPS, first=rng.uniform(0, HOLD_S))
+            # From the first moment, as `website record` makes them: the four frames of an item show one
+            # place.
+            seen = frames(picture, opened, FPS)
             shown: Image | Video = Video(seen, [number / FPS for number in range(len(seen))])
         else:
             shown = Image(picture)
@@ -227,9 +226,7 @@ class Pages(Task):
         kinds = {side: [row for row in rows if row["side"] == side] for side in ("template", "combination")}
         taken = [row for pair in zip(*kinds.values()) for row in pair] or rows
         return [
-            self.problem(
-                row, rng.random() < 0.5 if clip is None else clip, rng, f"pages/test/{difficulty}/{i}"
-            )
+            self.problem(row, rng.random() < 0.5 if clip is None else clip, f"pages/test/{difficulty}/{i}")
             for i, row in enumerate(taken[:count])
         ]
 

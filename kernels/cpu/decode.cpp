@@ -85,6 +85,19 @@ void logits(const Matrix* w, const float* x, float* y, int64_t first, int64_t en
   multiply(end - first, x + first * w->inner, w->inner, *w, y + first * w->columns, w->columns);
 }
 
+// Of a step with drafts: sequences first .. end - 1 of those that begin at the given rows have only had `counts` tokens.
+void rewind(const Program* program, const Step* step, const int64_t* begin, const int64_t* counts, int64_t first,
+            int64_t end) {
+  static thread_local Arena scratch;
+  for (int64_t i = 0; i < program->count; i++) {
+    if (program->operations[i].kind != KDA) continue;
+    const Kda& op = *static_cast<const Kda*>(program->operations[i].is);
+    scratch.reset();
+    float *y = scratch.take(3 * op.heads * op.dim), *out = scratch.take(op.heads * op.dim);
+    for (int64_t s = first; s < end; s++) rewind(op, *step, begin[s], counts[s], y, out);
+  }
+}
+
 // Rows first .. end - 1 of a step, whole sequences; at most `most` rows at a time.
 void decode(const Program* program, const Step* step, int64_t most, int64_t first, int64_t end) {
   static thread_local Arena kept, scratch;

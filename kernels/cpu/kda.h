@@ -7,7 +7,7 @@ namespace {
 struct Kda {
   Place place;
   double eps, qk_eps, out_eps, lower_bound;  // lower_bound 0: softplus gate
-  int64_t heads, dim, taps;
+  int64_t heads, dim, taps, index;           // index: among the KDA layers
   Matrix joint, f_up, gate_up, out;          // gate_up without panels: the gate is full rank
   const float *conv, *bias, *rate;           // [taps + 1, 3C], [C], [C]
   float *state, *past;                       // by slot: [H, K, K], [taps, 3C]
@@ -70,6 +70,55 @@ void convolve(const Kda& op, int64_t n, const float* x, float* past, float* y) {
   memcpy(past + (op.taps - 1) * n, x, n * sizeof(float));
 }
 
+// A token's part in the recurrence, from its inputs of the convolution, decays and betas: outputs [C]; y [3C] is scratch.
+void advance(const Kda& op, const float* qkv, const float* alpha, const float* beta, float* state, float* past, float* y,
+             float* out) {
+  const int64_t C = op.heads * op.dim;
+  convolve(op, 3 * C, qkv, past, y);
+  for (int64_t h = 0; h < op.heads; h++) {
+    float *q = y + h * op.dim, *k = q + C;
+    for (float* each : {q, k}) {
+      const float scale = 1.0f / std::sqrt(dot(each, each, op.dim) + float(op.qk_eps));
+      map(op.dim, each, [=](int64_t i, auto get) { return get(each + i) * scale; });
+    }
+    head(op.dim, state + h * op.dim * op.dim, q, k, k + C, alpha + h * op.dim, beta[h], out + h * op.dim);
+  }
+}
+
+// What a layer keeps of drafted tokens (Step.kept): the states of their sequences before the first of them, then what
+// `advance` takes of every token.
+struct Kept {
+  const int64_t C, state, past, row;
+  float* at;
+  float* const rows;
+
+  Kept(const Kda& op, const Step& step)
+      : C(op.heads * op.dim), state(C * op.dim), past(op.taps * 3 * C), row(4 * C + op.heads),
+        at(step.kept + op.index * step.kept_step), rows(at + step.drafted * (state + past)) {}
+
+  float* of(int64_t draft) const { return rows + draft * row; }
+  void save(int64_t sequence, const float* S, const float* taps) const {
+    memcpy(at + sequence * (state + past), S, state * sizeof(float));
+    memcpy(at + sequence * (state + past) + state, taps, past * sizeof(float));
+  }
+  void restore(int64_t sequence, float* S, float* taps) const {
+    memcpy(S, at + sequence * (state + past), state * sizeof(float));
+    memcpy(taps, at + sequence * (state + past) + state, past * sizeof(float));
+  }
+};
+
+// Only the first `count` tokens of the drafted sequence that begins at `row` have been: its state goes back and takes them
+// again, without the products around them.
+void rewind(const Kda& op, const Step& step, int64_t row, int64_t count, float* y, float* out) {
+  const Kept kept(op, step);
+  float *state = op.state + step.slots[row] * kept.state, *past = op.past + step.slots[row] * kept.past;
+  kept.restore(step.saves[row], state, past);
+  for (int64_t r = row; r < row + count; r++) {
+    const float* token = kept.of(step.drafts[r]);
+    advance(op, token, token + 3 * kept.C, token + 4 * kept.C, state, past, y, out);
+  }
+}
+
 void run(const Kda& op, Rows& rows) {
   const int64_t C = op.heads * op.dim, wide = op.joint.columns, D = rows.D;
   int64_t count = rows.count;
@@ -87,23 +136,28 @@ void run(const Kda& op, Rows& rows) {
     multiply(count, gate, wide, op.gate_up, up, C);
     gate = up, gate_step = C;
   }
+  float* beta = rows.arena.take(op.heads);
   for (int64_t r = 0; r < count; r++) {
-    const float *qkv = w + r * wide, *beta = qkv + wide - op.heads;
-    float *alpha = f + r * C, *out = o + r * C, *state = op.state + rows.slot(r) * C * op.dim;
-    convolve(op, 3 * C, qkv, op.past + rows.slot(r) * op.taps * 3 * C, y);
-    const float bound = op.lower_bound;
+    const float *qkv = w + r * wide, *raw = qkv + wide - op.heads, bound = op.lower_bound;
+    float *alpha = f + r * C, *out = o + r * C;
+    float *state = op.state + rows.slot(r) * C * op.dim, *past = op.past + rows.slot(r) * op.taps * 3 * C;
     map(C, alpha, [&](int64_t i, auto get) {
       const vec g = get(alpha + i) + get(op.bias + i), rate = get(op.rate + i);
       return exp(bound != 0 ? bound * sigmoid(g * rate) : -rate * softplus(g));
     });
+    for (int64_t h = 0; h < op.heads; h++) beta[h] = 1.0f / (1.0f + std::exp(-raw[h]));
+    if (rows.step.kept && rows.step.drafts[rows.who[r]] >= 0) {
+      const Kept kept(op, rows.step);
+      const int64_t begins = rows.step.saves[rows.who[r]];
+      if (begins >= 0) kept.save(begins, state, past);
+      float* token = kept.of(rows.step.drafts[rows.who[r]]);
+      memcpy(token, qkv, 3 * C * sizeof(float));
+      memcpy(token + 3 * C, alpha, C * sizeof(float));
+      memcpy(token + 4 * C, beta, op.heads * sizeof(float));
+    }
+    advance(op, qkv, alpha, beta, state, past, y, out);
     for (int64_t h = 0; h < op.heads; h++) {
-      float *q = y + h * op.dim, *k = q + C, *oh = out + h * op.dim;
-      for (float* each : {q, k}) {
-        const float scale = 1.0f / std::sqrt(dot(each, each, op.dim) + float(op.qk_eps));
-        map(op.dim, each, [=](int64_t i, auto get) { return get(each + i) * scale; });
-      }
-      const float b = 1.0f / (1.0f + std::exp(-beta[h]));
-      head(op.dim, state + h * op.dim * op.dim, q, k, k + C, alpha + h * op.dim, b, oh);
+      float* oh = out + h * op.dim;
       const float scale = inverse_length(oh, op.dim, op.out_eps);
       const float* g = gate + r * gate_step + h * op.dim;
       map(op.dim, oh, [=](int64_t i, auto get) { return get(oh + i) * scale * sigmoid(get(g + i)); });

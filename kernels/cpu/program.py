@@ -20,6 +20,7 @@ Calls into the compiled library: what its functions take, and rows shared out ov
 
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shlex
@@ -211,6 +212,7 @@ def compiled() -> ctypes.CDLL:
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
         "decode": (AT, AT, INT, INT, INT),
+        "rewind": (AT, AT, AT, AT, INT, INT),
         "logits": (AT, AT, AT, INT, INT),
         "sample": (AT, INT, INT),
         "product": (INT, AT, INT, AT, AT, INT, INT),
@@ -282,6 +284,8 @@ class Step(ctypes.Structure):
         *_fields(INT, "page_step page_size"),
         *_fields(AT, "x out chosen"),
         ("chosen_step", INT),
+        *_fields(AT, "drafts saves kept"),
+        *_fields(INT, "kept_step drafted"),
     ]
 
 
@@ -300,7 +304,7 @@ class Kda(ctypes.Structure):
     _fields_ = [
         ("place", Place),
         *_fields(REAL, "eps qk_eps out_eps lower_bound"),
-        *_fields(INT, "heads dim taps"),
+        *_fields(INT, "heads dim taps index"),
         *_fields(Matrix, "joint f_up gate_up out"),
         *_fields(AT, "conv bias rate state past"),
     ]
@@ -411,6 +415,35 @@ class Program:
         assert self._built is not None
         arguments = (ctypes.byref(self._built), ctypes.byref(step), ROWS_AT_ONCE)
         run_shared(self._library.decode, arguments, starts, threads)
+
+    def keep_drafts(self, step: Step, starts: Sequence[int]) -> None:
+        """Before `run`: sequences of several rows may be rewound after it. What that takes, the state before
+        and every token's part in the recurrence, is kept in memory of the step's own."""
+        layers = [op for op in self.operations if isinstance(op, Kda)]
+        drafts_T = torch.full((starts[-1],), -1)
+        saves_T, count, drafted = drafts_T.clone(), 0, 0
+        for first, end in itertools.pairwise(starts):
+            if end - first > 1:
+                drafts_T[first:end] = torch.arange(count, count + end - first)
+                saves_T[first] = drafted
+                count, drafted = count + end - first, drafted + 1
+        # As kda.h lays it out; all KDA layers are of one size.
+        size = 0
+        for op in layers[:1]:
+            channels = op.heads * op.dim
+            size = drafted * channels * (op.dim + 3 * op.taps) + count * (4 * channels + op.heads)
+        kept = torch.empty(max(1, len(layers) * size))
+        step.drafts, step.saves, step.kept = drafts_T.data_ptr(), saves_T.data_ptr(), kept.data_ptr()
+        step.kept_step, step.drafted = size, drafted
+        step.behind += (drafts_T, saves_T, kept)  # type: ignore[attr-defined]
+
+    def rewind(self, step: Step, first_N: Tensor, counts_N: Tensor, threads: int) -> None:
+        """After `run` of a step that keeps its drafts: the sequences that begin at these rows have had so
+        many tokens and no more (int64, at least 1)."""
+        assert self._built is not None
+        places = (first_N.data_ptr(), counts_N.data_ptr())
+        arguments = (ctypes.byref(self._built), ctypes.byref(step), *places)
+        run_shared(self._library.rewind, arguments, range(len(first_N) + 1), threads)
 
 
 def step_of(

@@ -20,6 +20,11 @@ struct Step {
   float* out;                // [.., D]: after the final norm
   int64_t* chosen;           // [MoE layers, rows, J] expert ids, or null
   int64_t chosen_step;       // numbers from one MoE layer to the next
+  // Of tokens that may turn out not to be (drafts): see Kept in kda.h. Null where there are none.
+  const int64_t* drafts;     // [rows]: number of a row among those of drafted sequences, or -1
+  const int64_t* saves;      // [rows]: number of the drafted sequence that begins there, or -1
+  float* kept;               // [KDA layers, kept_step]
+  int64_t kept_step, drafted;  // drafted: sequences
 };
 
 class Arena {  // memory that lives until the next `reset`; a thread keeps its own for life

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,7 @@ class CompiledDecoder:
                 heads=layer.num_heads,
                 dim=layer.head_dim,
                 taps=conv_CW.shape[1] - 1,
+                index=sum(isinstance(each, cpp.Kda) for each in self.program.operations),
                 joint=matrix(_joined(_norm_weight(norm), joint)),
                 f_up=matrix(layer.f_b_proj.weight.T),
                 gate_up=matrix(None if layer.full_rank_gate else layer.g_b_proj.weight.T),
@@ -293,10 +294,10 @@ class CompiledDecoder:
         """Next-token logits [R, V] of hidden states."""
         return self.program.logits(self.head, hidden_RD.contiguous(), torch.get_num_threads())
 
-    def run(self, x_TD: Tensor, rows: TokenRows, table_SP: Tensor) -> Tensor:
+    def run(self, x_TD: Tensor, rows: TokenRows, table_SP: Tensor, drafts: bool = False) -> Tensor:
         """Hidden states [results, D] after the final norm, those that no row has a place for zero.
 
-        table_SP: pages by slot.
+        table_SP: pages by slot. drafts: `settle` will say how many tokens of each sequence there have been.
         """
         # While routing is recorded, all rows go through all layers.
         recording = any(router.recorded is not None for router in self.routers)
@@ -315,6 +316,9 @@ class CompiledDecoder:
             results,
             chosen_LTJ,
         )
+        if drafts:
+            self.program.keep_drafts(step, rows.starts)
+            self._drafted = step, rows.starts
         self.program.run(step, rows.starts, torch.get_num_threads())
         if chosen_LTJ is None:
             return out_RD
@@ -325,3 +329,15 @@ class CompiledDecoder:
         wanted = rows.places_T >= 0
         kept_RD = out_RD.new_zeros(rows.results, out_RD.shape[1])
         return kept_RD.index_copy_(0, rows.places_T[wanted], out_RD[wanted])
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Of the last `run` with drafts: so many tokens of each sequence have been, the first ones. Latents
+        of the others are written over, or behind the end of what anybody reads."""
+        step, starts = self._drafted
+        short = []
+        for (first, end), count in zip(pairwise(starts), counts):
+            if count < end - first:
+                short.append((first, count))
+        if short:
+            first_N, counts_N = torch.tensor(short).T.contiguous()
+            self.program.rewind(step, first_N, counts_N, torch.get_num_threads())

@@ -12,6 +12,7 @@ Given answers are judged without sampling:
     scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from earlyfusion.kernels.attention.tiles import FIRST_TILE
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Pools, PrefixCache
+from earlyfusion.model.engine.drafts import Drafts
 from earlyfusion.model.engine.requests import (
     Completion,
     EngineFull,
@@ -70,7 +72,8 @@ class Engine:
     max_slots: samples at once. max_pages: pages of `page_size` tokens (None: 1,024 tokens a slot).
     prefill_chunk: most prompt tokens read in one step. max_waiting: length of the waiting line. prefix_cache:
     checkpoints kept (0: none), every `checkpoint_every` tokens of a prompt. image_cache: pictures whose
-    features are kept. run_ahead: see `_steps_ahead`.
+    features are kept. run_ahead: see `_steps_ahead`. speculate: drafts of siblings where they pay
+    (drafts.py); what is written is the same to the bit. Only in the compiled form, on a CPU.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Engine:
         checkpoint_every: int = 512,
         image_cache: int = 256,
         run_ahead: int = RUN_AHEAD,
+        speculate: bool = False,
     ) -> None:
         if max_slots < 1 or prefill_chunk < 4:
             raise ValueError(f"max_slots={max_slots}, prefill_chunk={prefill_chunk}: at least 1 and 4")
@@ -103,6 +107,7 @@ class Engine:
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
+        self.drafts = Drafts() if speculate and self.runner.compiled is not None else None
         self.images = ImageMemory(model, image_cache)
         self.has_experts = bool(moe_layers(model))
 
@@ -179,6 +184,14 @@ class Engine:
         """Whether `step` would do or report something."""
         return bool(self.scheduler.states or self.scheduler.events)
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the waiting line."""
+        return len(self.scheduler.waiting)
+
+    def close(self) -> None:
+        """Nothing to do: it lives in this process."""
+
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve these requests and return their completions: in the given order, samples of a request in
         theirs.
@@ -234,9 +247,11 @@ class Engine:
             with recording_routing(self.model) if capture else nullcontext() as take:
                 # Each entry: samples, what was chosen for them, whether their last token was fed for it.
                 chosen: list[tuple[list[Sample], Tensor, bool]] = []
+                counts: list[int] | None = None
                 running = list(scheduler.running)
                 if running:
-                    chosen.append((running, self._decode(running, take), True))
+                    decoded, counts = self._decode(running, take)
+                    chosen.append((running, decoded, True))
                 parts = scheduler.next_parts()
                 if parts:
                     starting, chosen_13N = self._read(parts, take)
@@ -249,7 +264,8 @@ class Engine:
                 known = torch.cat([chosen_K3N.flatten() for _, chosen_K3N, _ in chosen]).cpu()
                 sizes = [chosen_K3N.numel() for _, chosen_K3N, _ in chosen]
                 for (samples, chosen_K3N, fed), part in zip(chosen, known.split(sizes)):
-                    scheduler.accept(samples, part.view(chosen_K3N.shape).numpy(), fed)
+                    found = part.view(chosen_K3N.shape).numpy()
+                    scheduler.accept(samples, found, fed, counts if fed else None)
         events, scheduler.events = scheduler.events, []
         return events
 
@@ -273,23 +289,38 @@ class Engine:
         self.images.attach(states)
         self.runner.seat([each for each in self.scheduler.running if each.parent in states])
 
-    def _decode(self, running: list[Sample], take: TakeRouting | None) -> Tensor:
-        """One token for every running sample (with graphs, several): [steps, 3, N]."""
+    def _decode(self, running: list[Sample], take: TakeRouting | None) -> tuple[Tensor, list[int] | None]:
+        """The next tokens of every running sample, [steps, 3, N]: one, with graphs several, with drafts as
+        many as the counts [N] say."""
+        start = time.perf_counter()
+        drafts = self.drafts.propose(running) if self.drafts is not None else None
         steps = 1
         if take is None and self.runner.graphs is not None:
             steps = self._steps_ahead(running)
         # Only samples whose pages changed send a new row of the page table.
         moved = []
-        for sample in running:
-            if self.scheduler.make_room(sample, sample.length + min(steps, sample.left)):
+        for place, sample in enumerate(running):
+            more = 1 + len(drafts[place]) if drafts is not None else min(steps, sample.left)
+            if self.scheduler.make_room(sample, sample.length + more):
                 moved.append(sample)
         self.runner.page_tables(moved)
 
-        chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
+        if drafts is not None:
+            chosen_K3N, counts = self.runner.decode_drafts(running, drafts)
+            rows = [1 + len(draft) for draft in drafts]
+        else:
+            chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
+            counts, rows = None, [1] * len(running)
         if take is not None:
-            for sample, row in zip(running, self._experts(take)):
-                sample.routing.append(row[None])
-        return chosen_K3N
+            # Of drafts the rows that were accepted.
+            routing = np.split(self._experts(take)[: sum(rows)], np.cumsum(rows)[:-1])
+            for sample, part, count in zip(running, routing, counts or rows):
+                sample.routing.append(part[:count])
+        if self.drafts is not None and not self.drafts.rest:
+            if counts is not None and drafts is not None:
+                self.drafts.learn(drafts, [count - 1 for count in counts])
+            self.drafts.cost.learn(sum(rows), time.perf_counter() - start)
+        return chosen_K3N, counts
 
     def _experts(self, take: TakeRouting) -> np.ndarray:
         """What was chosen since the last call, in the smallest type that holds the ids of all experts."""
@@ -418,6 +449,8 @@ class Engine:
         """Counters since the start, and who holds what now."""
         stats = self.scheduler.stats()
         stats.update(images_encoded=self.images.encoded, image_hits=self.images.hits)
+        if self.drafts is not None:
+            stats.update(drafted_tokens=self.drafts.drafted, accepted_drafts=self.drafts.accepted)
         return stats
 
 

@@ -145,8 +145,10 @@ class Request:
 
     capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell
     tokens and text as they come; without, a sample has one event, its end with the completion, and less is
-    done for every token. keep_state: a sample that stops by itself leaves its state behind (`Event.left`),
-    for a request that goes on from it.
+    done for every token. keep_state: a sample that is not cancelled leaves its state behind (`Event.left`),
+    for a request that goes on from it. numbers: of the samples, for their noise, where not 0 to n - 1.
+
+    Raises RequestError for numbers that are not n.
     """
 
     # The id is what a caller knows a request by, and (without `noise`) what its samples are drawn with.
@@ -157,6 +159,13 @@ class Request:
     noise: str = ""
     pieces: bool = True
     keep_state: bool = False
+    numbers: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.numbers and len(self.numbers) != self.params.n:
+            raise RequestError(
+                f"request {self.id!r}: {len(self.numbers)} numbers for {self.params.n} samples"
+            )
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,48 @@ class Runner:
         self.length_S[:1].zero_()  # padding rows stay at the beginning of page 0
         return chosen
 
+    def decode_drafts(
+        self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[int]]:
+        """Feed every sample's last token and its draft, and choose behind each of them (compiled form only):
+        [K, 3, N], of which the first counts [N] of a sample are its next tokens."""
+        assert self.compiled is not None
+        counts_N = torch.tensor([1 + len(draft) for draft in drafts])
+        slots_N = torch.tensor([sample.slot for sample in running])
+        slots_T = slots_N.repeat_interleave(counts_N)
+        starts = [0, *accumulate(counts_N.tolist())]
+        ahead_T = torch.arange(starts[-1]) - torch.tensor(starts[:-1]).repeat_interleave(counts_N)
+        ids, rows = list[int](), list[Sample]()
+        for sample, draft in zip(running, drafts):
+            ids += [*sample.tokens(sample.context - 1, sample.context), *draft]
+            rows += [sample] * (1 + len(draft))
+        ids_T = torch.tensor(ids)
+
+        about = TokenRows(slots_T, self.length_S[slots_T] + ahead_T, torch.arange(len(ids)), starts, len(ids))
+        x_TD = self.model.decoder.embed_tokens(ids_T)
+        hidden_TD = self.compiled.run(x_TD, about, self.table_SP, drafts=True)
+        controls = self._controls(slots_T, self.position_S[slots_T] + ahead_T, needs_of(running))
+        chosen_3T = self._chosen(self.compiled.logits(hidden_TD), controls, self.banned_for(rows, len(ids)))
+
+        # A draft was right as far as the choice before each of its tokens says so; the choice after those is
+        # new.
+        chosen, counts = chosen_3T[0].long().tolist(), list[int]()
+        for start, draft in zip(starts, drafts):
+            right = 0
+            while right < len(draft) and chosen[start + right] == draft[right]:
+                right += 1
+            counts.append(1 + right)
+        self.compiled.settle(counts)
+        counts_N = torch.tensor(counts)
+        self.last_S[slots_N] = chosen_3T[0, torch.tensor(starts[:-1]) + counts_N - 1].long()
+        self.length_S[slots_N] += counts_N
+        self.position_S[slots_N] += counts_N
+
+        out_K3N = chosen_3T.new_full((max(counts), len(chosen_3T), len(running)), float("nan"))
+        for column, (start, count) in enumerate(zip(starts, counts)):
+            out_K3N[:count, :, column] = chosen_3T[:, start : start + count].T
+        return out_K3N, counts
+
     def graph_step(self, slots_B: Tensor, length: int, needs: Needs) -> Tensor:
         """A step as a graph holds it, all on the device: samples that have ended stand still, on padding
         rows."""
@@ -210,15 +252,20 @@ class Runner:
 
     # ---- sampling
 
-    def _choose(self, logits_BV: Tensor, slots_B: Tensor, needs: Needs, banned: Tensor) -> Tensor:
-        """The next token of every row, remembered as the slot's last: [3, B], with needs.top the rows of
-        `likeliest` below."""
+    def _controls(self, slots_B: Tensor, positions_B: Tensor, needs: Needs) -> Controls:
         temperature_B, top_p_B, min_p_B = self.options_S3[slots_B].T.contiguous()
-        keys_B, positions_B = self.key_S[slots_B], self.position_S[slots_B]
-        controls = Controls(keys_B, positions_B, temperature_B, top_p_B, min_p_B, needs)
+        return Controls(self.key_S[slots_B], positions_B, temperature_B, top_p_B, min_p_B, needs)
+
+    @staticmethod
+    def _chosen(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
+        """The next token of every row: [3, B], with needs.top the rows of `likeliest` below."""
         chosen = choose(logits_BV, controls, banned)
-        if needs.top:
-            chosen = torch.cat([chosen, likeliest(logits_BV)])
+        return torch.cat([chosen, likeliest(logits_BV)]) if controls.needs.top else chosen
+
+    def _choose(self, logits_BV: Tensor, slots_B: Tensor, needs: Needs, banned: Tensor) -> Tensor:
+        """The next token of every row as `_chosen`, remembered as the slot's last."""
+        controls = self._controls(slots_B, self.position_S[slots_B], needs)
+        chosen = self._chosen(logits_BV, controls, banned)
         self.last_S[slots_B] = chosen[0].long()
         self.position_S[slots_B] += 1
         return chosen

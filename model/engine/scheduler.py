@@ -286,7 +286,8 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
     )
     for index in range(params.n):
         # Keyed by the request and not by a stream: neighbours and order change no draw.
-        key = sequence_key(params.seed, request.noise or request.id, index)
+        number = request.numbers[index] if request.numbers else index
+        key = sequence_key(params.seed, request.noise or request.id, number)
         state.samples.append(Sample(state, index, TextStream(rules.tokenizer, params.stop), key))
     return state
 
@@ -541,16 +542,19 @@ class Scheduler:
 
     # ---- what was chosen
 
-    def accept(self, samples: Sequence[Sample], chosen_K3N: np.ndarray, fed: bool) -> None:
+    def accept(
+        self, samples: Sequence[Sample], chosen_K3N: np.ndarray, fed: bool, counts: Sequence[int] | None
+    ) -> None:
         """The next tokens of every sample, what comes after its end left out: ids, log-probabilities as drawn
         and at temperature 1, and the likeliest where somebody asks for them. fed: each token was chosen after
-        feeding the one before it."""
+        feeding the one before it. counts: tokens of each sample; None: all K."""
         ids_NK, drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in range(3))
         for column, (sample, ids, drawn, plain) in enumerate(zip(samples, ids_NK, drawn_NK, plain_NK)):
             request, stream, text = sample.parent.request, sample.stream, ""
             reason: FinishReason | None = None
             # At most the tokens it may still get, up to the first that stops it.
-            shown = ids = [int(token) for token in ids[: sample.left]]
+            known = sample.left if counts is None else min(sample.left, counts[column])
+            shown = ids = [int(token) for token in ids[:known]]
             for place, token in enumerate(ids):
                 if token in sample.parent.stop_ids:
                     shown, ids, reason = ids[:place], ids[: place + 1], "stop"
@@ -603,7 +607,7 @@ class Scheduler:
         # What a running sample leaves behind: its state for who goes on from it, a beginning for the cache.
         left = None
         if sample in self.running:
-            if request.keep_state and reason == "stop":
+            if request.keep_state and reason != "cancelled":
                 left = sample.paused(self.pools.export(sample.slot, sample.pages, sample.length))
             if reason != "cancelled":
                 known = np.concatenate([state.key_ids, np.array(sample.ids, dtype=np.int64)])

@@ -7,7 +7,8 @@ written that many tokens in this iteration is paused (k1.5); with `rollout.fract
 that share is finished (K3). What is paused goes on first in the next iteration, from its state; a prompt is
 trained when its K answers are complete, and every token knows the version of the weights that made it.
 Prompts with tools or environments are answered in several turns (rl/rollouts/episodes.py), in the same
-batches as the others.
+batches as the others. With `roles.ahead` nothing is paused: engines in other processes go on while there is
+training, and an iteration takes the first N prompts whose answers are complete.
 
 Legend: N answers of all groups, one after the other.
 """
@@ -17,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,9 +40,15 @@ from earlyfusion.eval.rewards import (
     make_reward,
 )
 from earlyfusion.kernels.files import Record
-from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Event, Handle, PausedRequest, Request, SamplingParams
-from earlyfusion.model.layers import moe_layers
+from earlyfusion.model.engine.requests import (
+    Event,
+    Handle,
+    PausedRequest,
+    PausedSample,
+    Request,
+    SamplingParams,
+    TokenPrompt,
+)
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.judge import Judge, RewardModel
 from earlyfusion.rl.objectives.length import (
@@ -58,6 +65,34 @@ from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 CHECK_EVERY = 8
 """Tokens between two checks for a repetition."""
+
+
+class Sampler(Protocol):
+    """Who writes answers: `model.engine.engine.Engine` in this process, or `rl.fleet.fleet.Fleet` in
+    others."""
+
+    tokenizer: Any
+    max_waiting: int
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    def submit(self, request: Request, after: PausedSample | None = None) -> Handle: ...
+
+    def step(self) -> list[Event]: ...
+
+    def pause(self, request_id: str) -> PausedRequest: ...
+
+    def resume(self, paused: PausedRequest) -> Handle: ...
+
+    def end_sample(self, request_id: str, index: int) -> None: ...
+
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,16 +112,20 @@ class Collector:
     """Asks the engine; keeps what is unfinished between iterations (`carried`), and counts what it spent
     since the counter was cleared: seconds, those inside the engine (engine_s), tokens."""
 
-    def __init__(self, config: RLConfig, pool: PromptPool, engine: Engine, runtime: Runtime) -> None:
+    def __init__(
+        self, config: RLConfig, pool: PromptPool, engine: Sampler, runtime: Runtime, has_experts: bool
+    ) -> None:
         self.config, self.pool, self.engine, self.runtime = config, pool, engine, runtime
         self.carried: list[tuple[Prompt, PausedRequest]] = []
+        self.flying: dict[str, tuple[Prompt, Handle]] = {}
         self.spent: dict[str, float] = defaultdict(float)
-        self.replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
+        self.replay = config.rollout.replay_routing and has_experts
 
     def close(self) -> None:
         """Stop what programs and environments still run."""
         if self.pool.environments is not None:
             self.pool.environments.close()
+        self.engine.close()
 
     def tool_metrics(self) -> Record:
         """What programs did since the last call, over all processes (every process calls it): "tools/..." by
@@ -119,10 +158,12 @@ class Collector:
         what was carried is gone then, so the caller goes back to what was before.
         """
         start, rank = time.perf_counter(), self.runtime.rank
+        ahead = self.config.roles.ahead
 
         # What is carried is topped up to every process's share; the numbers of its prompts follow from that.
         needs = torch.zeros(self.runtime.world, dtype=torch.float64)
-        needs[rank] = max(0, self.due(count, rank) - len(self.carried))
+        wanted = self.due(count, rank) * (1 + ahead)
+        needs[rank] = max(0, wanted - len(self.carried) - len(self.flying))
         needs = self.runtime.sum(needs)
         first, total = int(needs[:rank].sum()), int(needs.sum())
         share = slice(first, first + int(needs[rank]))
@@ -132,21 +173,41 @@ class Collector:
         for prompt, paused in self.carried:
             batch.resume(prompt, paused)
         self.carried = []
+        for name, (prompt, handle) in self.flying.items():
+            batch.prompts[name], batch.handles[name] = prompt, handle
+        before = list(batch.handles)
         batch.queue.extend((f"{update}.{round_}/{first + i}", prompt) for i, prompt in enumerate(prompts))
         # A signal on one process is one for all: they meet here, whoever was asked.
-        batch.run()
+        batch.run(self.due(count, rank) if ahead else None)
         if self.runtime.should_stop():
+            # What this call drew is drawn again; what was there before is kept.
+            self.carried = [(batch.prompts[name], batch.taken_out(name)) for name in before if ahead]
+            self.flying = {}
             raise Interrupted
         self.carried = batch.paused
+        done = batch.prompts
+        if ahead:
+            done = {name: prompt for name, prompt in done.items() if batch.handles[name].done}
+            done = dict(list(done.items())[: self.due(count, rank)])
+            self.flying = {
+                name: (prompt, batch.handles[name])
+                for name, prompt in batch.prompts.items()
+                if name not in done
+            }
 
         # Complete groups alone are trained; their answers may be of several iterations.
         self.spent["seconds"] += time.perf_counter() - start
-        return [Group(prompt, batch.answers(name)) for name, prompt in batch.prompts.items()]
+        return [Group(prompt, batch.answers(name)) for name, prompt in done.items()]
 
     def state_dict(self) -> list[Any]:
-        """The unfinished requests of this process, with their states, for the checkpoint."""
-        packed = []
-        for prompt, paused in self.carried:
+        """The unfinished requests of this process, with their states, for the checkpoint. Those that are
+        being written pause for it."""
+        packed, carried = [], list(self.carried)
+        for name, (prompt, handle) in self.flying.items():
+            paused = taken_out(self.engine, name, handle)
+            carried.append((prompt, paused))
+            self.flying[name] = prompt, self.engine.resume(paused)
+        for prompt, paused in carried:
             # The engine's own export, kept as bytes: a checkpoint holds tensors and plain values only.
             parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in paused.to_bytes()]
             packed.append([prompt.ids, *parts])
@@ -205,9 +266,17 @@ class _Batch:
         self.prompts[request.id], self.handles[request.id] = prompt, handle
         self.unfinished += handle.samples - len(paused.finished)
 
-    def run(self) -> None:
+    def taken_out(self, name: str) -> PausedRequest:
+        """A request with what there is of it."""
+        return taken_out(self.engine, name, self.handles[name])
+
+    def run(self, groups: int | None) -> None:
         """Run the engine until the share of answers that rollout.fraction asks for is finished, or nothing is
-        left; pause what is unfinished. A signal ends it at once."""
+        left; pause what is unfinished. groups: until so many prompts are complete, and nothing is paused. A
+        signal ends it at once."""
+        if groups is not None:
+            self._run_ahead(groups)
+            return
         unfinished = self.unfinished + self.params.n * len(self.queue)
         # lambda of K3, over the answers that are in work on this process.
         goal = math.ceil(self.config.rollout.fraction * unfinished)
@@ -227,6 +296,17 @@ class _Batch:
         for name, handle in list(self.handles.items()):
             if not handle.done:
                 self._pause(name)
+
+    def _run_ahead(self, groups: int) -> None:
+        while sum(handle.done for handle in self.handles.values()) < groups:
+            if self.stop.received is not None:
+                return
+            self._submit()
+            start = time.perf_counter()
+            events = self.engine.step()
+            self.spent["engine_s"] += time.perf_counter() - start
+            for event in events:
+                self._take(event)
 
     def answers(self, name: str) -> list[Trajectory]:
         """The finished answers of a request."""
@@ -251,7 +331,7 @@ class _Batch:
             self.turns.extend(turns)
             self.finished += ended
         # A turn whose tool replied holds a state in the engine, so it goes before a new prompt.
-        while (self.turns or self.queue) and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
+        while (self.turns or self.queue) and self.engine.waiting < self.engine.max_waiting:
             if self.turns:
                 self.engine.submit(*self.turns.popleft())
                 continue
@@ -300,6 +380,14 @@ class _Batch:
     def _pause(self, name: str) -> None:
         self.paused.append((self.prompts.pop(name), self.engine.pause(name)))
         del self.handles[name]
+
+
+def taken_out(engine: Sampler, name: str, handle: Handle) -> PausedRequest:
+    """A request out of its engine; a finished one as well."""
+    if not handle.done:
+        return engine.pause(name)
+    request = Request(name, TokenPrompt(torch.zeros(1, dtype=torch.long)), SamplingParams(n=handle.samples))
+    return PausedRequest(request, [], list(handle.completions), version=0)
 
 
 RIGHT = 0.999

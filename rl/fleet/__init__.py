@@ -1,0 +1,1 @@
+"""Several engines that answer for one trainer."""

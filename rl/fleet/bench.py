@@ -1,0 +1,400 @@
+"""`earlyfusion bench rollouts`: whole answers beside divided ones, by engines that run and by engines that
+are simulated; `bench drafts`: tokens of siblings proposed, beside none.
+
+Real engines take turns in this process, each on a clock of its own that its steps and its moves of states
+advance: what they compute is real, that they do it side by side is not. Lengths are drawn beforehand,
+log-normal with a correlation within groups; no engine and no scheduler knows them. The simulator is given
+what was measured of one engine's steps, and its error against the real clocks stands beside it. Then,
+simulated alone: how the gain over whole answers goes with correlation, group size and cache, and the
+conditions of Seer's table 3 for Moonlight on 64 engines.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+from pydantic import NonNegativeFloat, PositiveInt
+
+from earlyfusion.data.options import Options, verb
+from earlyfusion.data.tasks.problem import Form
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.files import Record
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.requests import (
+    Event,
+    PausedRequest,
+    Prompt,
+    Request,
+    SamplingParams,
+    TokenPrompt,
+)
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.bench.engine import GROUP, our_model
+from earlyfusion.pipeline.bench.frame import Result, alternate, compared, save_record
+from earlyfusion.pipeline.config.compose import load_config, validate
+from earlyfusion.pipeline.figures import show
+from earlyfusion.pipeline.runtime import keep_freed_memory
+from earlyfusion.rl.fleet.fleet import Fleet, Local
+from earlyfusion.rl.fleet.schedule import PolicyName, Room
+from earlyfusion.rl.fleet.simulate import Found, StepTime, found_of, heavy_tailed, simulate
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollouts.prompts import PromptPool
+
+PAGE = 16
+ROWS = (1, 2, 4, 8, 12, 16)
+"""Answers at once in the steps that are measured."""
+SEER = StepTime(first=0.010, row=5e-5, held=9.3e-9, read=2e-5)
+"""A guess at an H800 with Moonlight's 16B-A3B in bfloat16: 32 GB of weights at 3.35 TB/s, 31 kB of latents a
+token at the same rate, and a twentieth of a millisecond an answer. Not measured."""
+SEER_MEAN, SEER_LIMIT = 22_386, 65_536
+"""Tokens of an answer."""
+SEER_CASES = ((0.8, 300_000), (0.8, 600_000), (0.8, 1_100_000), (0.4, 600_000), (0.0, 600_000))
+"""Correlation, and tokens that an engine's cache holds."""
+
+
+class RolloutsOptions(Options):
+    engines: PositiveInt = 4
+    """engines"""
+    slots: PositiveInt = 16
+    """answers at once on an engine"""
+    room: NonNegativeFloat = 0.5
+    """an engine's cache, as a share of what the longest answers in all slots would take"""
+    groups: PositiveInt = 48
+    """groups of answers"""
+    size: PositiveInt = 8
+    """answers of a group"""
+    mean: PositiveInt = 100
+    """mean tokens of an answer"""
+    limit: PositiveInt = 1000
+    """most tokens of an answer"""
+    correlation: NonNegativeFloat = 0.8
+    """of log-lengths within a group"""
+    chunk: PositiveInt = 64
+    """tokens of a part"""
+    prompt: PositiveInt = 32
+    """tokens of a prompt"""
+    rounds: PositiveInt = 3
+    """rounds, each policy once a round"""
+    simulated: PositiveInt = 64
+    """engines that are simulated alone"""
+    out: str = "runs/bench/rollouts.json"
+    """where the numbers are saved"""
+
+
+class Clocked(Local):
+    """An engine on a clock of its own. It ends answers at the lengths that were drawn for them."""
+
+    now = 0.0
+    """When what is happening happens; of all engines."""
+
+    def __init__(self, engine: Engine, lengths: Sequence[Sequence[int]]) -> None:
+        super().__init__(engine)
+        self.lengths = lengths
+        self.clock = self.busy = 0.0
+        self.left: dict[tuple[str, int], int] = {}
+
+    def start(self, part: PausedRequest) -> None:
+        """Take a part, and the time that putting its states back takes."""
+        self.clock = max(self.clock, Clocked.now)
+        begun = time.perf_counter()
+        super().start(part)
+        self.engine.begin()
+        self._spend(begun)
+        group = int(part.request.id.partition("#")[0])
+        for sample, number in zip(part.samples, part.request.numbers):
+            self.left[part.request.id, sample.index] = self.lengths[group][number] - len(sample.ids)
+
+    def step(self) -> list[Event]:
+        """A step, by the clock."""
+        begun = time.perf_counter()
+        events = self.engine.step()
+        self._spend(begun)
+        for event in list(events):
+            key = (event.request_id, event.index)
+            self.left[key] -= len(event.tokens)
+            if event.completion is not None:
+                del self.left[key]
+            elif not self.left[key]:
+                self.engine.end_sample(*key)
+                # What is known of it now is told at once, not in the next step.
+                events += self.engine.scheduler.events
+                self.engine.scheduler.events = []
+                del self.left[key]
+        return events
+
+    def _spend(self, begun: float) -> None:
+        seconds = time.perf_counter() - begun
+        self.clock += seconds
+        self.busy += seconds
+
+
+def requests_of(lengths: Sequence[Sequence[int]], limit: int, prompt: int) -> list[Request]:
+    """One request a group; everything may become as long as the limit."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number, group in enumerate(lengths):
+        ids = torch.randint(6, 250, (prompt,), generator=generator)
+        params = SamplingParams(limit, temperature=1.0, ignore_eos=True, n=len(group))
+        found.append(Request(str(number), TokenPrompt(ids), params))
+    return found
+
+
+def real(
+    engines: Sequence[Engine], lengths: Sequence[Sequence[int]], policy: PolicyName, options: RolloutsOptions
+) -> Found:
+    """All answers by these engines, in the order of their clocks."""
+    Clocked.now = 0.0
+    sites = [Clocked(engine, lengths) for engine in engines]
+    fleet = Fleet(sites, policy, options.chunk, max_waiting=1 << 20)
+    for request in requests_of(lengths, options.limit, options.prompt):
+        fleet.submit(request)
+    ends: list[float] = []
+    while fleet.requests:
+        fleet.start()
+        number = min((i for i, one in enumerate(sites) if one.engine.has_work), key=lambda i: sites[i].clock)
+        fleet.turn(number)
+        Clocked.now = sites[number].clock
+        ends += [Clocked.now for event in fleet.events if event.completion is not None]
+        fleet.events = []
+    return found_of(ends, sum(map(sum, lengths)), [one.busy for one in sites], 0, fleet.scheduler.moves)
+
+
+def new_engine(model: NativeFusion, options: RolloutsOptions) -> Engine:
+    """An engine of the given slots and cache."""
+    pages = -(-(options.prompt + options.limit) // PAGE) + 1
+    held = max(pages, round(options.room * options.slots * pages))
+    return Engine(model, None, max_slots=options.slots, page_size=PAGE, max_pages=held)
+
+
+def measure_steps(engine: Engine, options: RolloutsOptions) -> StepTime:
+    """What a step of an engine takes, from steps of several sizes and lengths, and what a state's move
+    takes."""
+    measured: list[tuple[int, int, float]] = []
+    read, moved = [], []
+    for rows in [rows for rows in ROWS if rows <= options.slots]:
+        handles = requests_of([[1] * 1] * rows, options.limit, options.prompt)
+        begun = time.perf_counter()
+        for request in handles:
+            engine.submit(request)
+        engine.step()
+        read.append((time.perf_counter() - begun) / (rows * options.prompt))
+        steps = min(options.limit - 2, 4 * options.mean)
+        for first in range(0, steps, steps // 4):
+            taken = []
+            for _ in range(steps // 4):
+                begun = time.perf_counter()
+                engine.step()
+                taken.append(time.perf_counter() - begun)
+            measured.append((rows, rows * (options.prompt + first + steps // 8), statistics.median(taken)))
+        for request in handles:
+            begun = time.perf_counter()
+            paused = engine.pause(request.id)
+            engine.resume(paused)
+            engine.begin()
+            moved.append(time.perf_counter() - begun)
+            engine.cancel(request.id)
+        engine.step()
+    return StepTime.fit(measured, read=statistics.median(read), move=statistics.median(moved))
+
+
+def figures(found: Found, base: Found | None = None) -> dict[str, float]:
+    """Rows of a table."""
+    rows = {
+        "seconds": found.seconds,
+        "tail s": found.tail,
+        "tokens/s": found.tokens_per_s,
+        "idle": found.idle,
+    }
+    if base is not None:
+        rows |= {
+            "throughput x": base.seconds / found.seconds,
+            "tail x": found.tail / base.tail if base.tail else 1.0,
+        }
+    return rows
+
+
+def gains(
+    lengths: Sequence[Sequence[int]],
+    engines: int,
+    room: Room,
+    chunk: int,
+    cost: StepTime,
+    limit: int,
+    prompt: int,
+) -> Record:
+    """Throughput and tail beside whole answers that are taken out where the cache is full."""
+    base = simulate(lengths, engines, room, "request", chunk, cost, prompt=prompt, limit=limit, preempt=True)
+    row: Record = {"taken out": base.preempted}
+    for policy in ("divided", "context", "oracle"):
+        found = simulate(lengths, engines, room, policy, chunk, cost, prompt=prompt, limit=limit)
+        row[f"{policy}: throughput x"] = base.seconds / found.seconds
+        row[f"{policy}: tail x"] = found.tail / base.tail
+    return row
+
+
+@verb
+def rollouts(options: RolloutsOptions) -> None:
+    """Entry of `earlyfusion bench rollouts`."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    model = our_model(load_config(["nano"]).model.model_dump(mode="json"), torch.device("cpu"))
+    engines = [new_engine(model, options) for _ in range(options.engines)]
+    cost = measure_steps(engines[0], options)
+    room = Local(engines[0]).room
+    shape = (options.groups, options.size, options.mean, options.limit)
+    lengths = heavy_tailed(*shape, options.correlation, seed=0)
+
+    policies: tuple[PolicyName, ...] = ("context", "divided", "request", "oracle")
+
+    def run(side: str) -> Result:
+        policy = next(one for one in policies if one == side)
+        return figures(real(engines, lengths, policy, options))
+
+    runs = alternate(policies, options.rounds, run)
+    columns = compared(runs)
+    show(f"{options.engines} real engines, each on its clock", columns)
+    errors: Record = {}
+    for policy in policies:
+        guess = simulate(
+            lengths,
+            options.engines,
+            room,
+            policy,
+            options.chunk,
+            cost,
+            prompt=options.prompt,
+            limit=options.limit,
+        )
+        errors[policy] = {
+            "simulated seconds": guess.seconds,
+            "error": guess.seconds / columns[policy]["seconds"] - 1,
+            "simulated tail s": guess.tail,
+            "tail error": guess.tail / columns[policy]["tail s"] - 1,
+        }
+    show("the same, simulated", errors)
+
+    def here(lengths: Sequence[Sequence[int]]) -> Record:
+        return gains(lengths, options.engines, room, options.chunk, cost, options.limit, options.prompt)
+
+    sweep: Record = {}
+    for correlation in (0.0, 0.2, 0.4, 0.6, 0.8, 0.95):
+        sweep[f"correlation {correlation:g}"] = here(heavy_tailed(*shape, correlation, seed=1))
+    for size in (4, 8, 16):
+        groups = options.groups * options.size // size
+        drawn = heavy_tailed(groups, size, options.mean, options.limit, options.correlation, seed=1)
+        sweep[f"groups of {size}"] = here(drawn)
+    for share in (0.25, 0.5, 1.0):
+        held = round(room.tokens * share / options.room)
+        drawn = heavy_tailed(*shape, options.correlation, seed=1)
+        sweep[f"cache for {share:g} of the longest"] = gains(
+            drawn,
+            options.engines,
+            Room(room.slots, held, PAGE),
+            options.chunk,
+            cost,
+            options.limit,
+            options.prompt,
+        )
+    show("simulated, beside whole answers: this machine's engine", sweep)
+
+    seer: Record = {}
+    groups = 100 * options.simulated // 8
+    for correlation, budget in SEER_CASES:
+        drawn = heavy_tailed(groups, 8, SEER_MEAN, SEER_LIMIT, correlation, seed=2, sigma=0.7)
+        seer[f"correlation {correlation:g}, {budget:,} tokens"] = gains(
+            drawn, options.simulated, Room(256, budget), 8192, SEER, SEER_LIMIT, 1000
+        )
+    show(f"simulated: {options.simulated} engines, lengths of Moonlight's rollouts (Seer, table 3)", seer)
+    save_record(
+        options.out,
+        options.model_dump(mode="json"),
+        comparison=columns,
+        step_time=vars(cost),
+        simulated=errors,
+        sweep=sweep,
+        seer=seer,
+    )
+
+
+class DraftsOptions(Options):
+    model: str = "embedded:orchestrator"
+    """model directory, or embedded:NAME"""
+    tasks: str = "collection"
+    """tasks whose prompts are answered, between commas"""
+    form: Form = "picture"
+    """form of the prompts"""
+    groups: PositiveInt = 8
+    """prompts"""
+    sizes: str = "1,2,4,8,16,32"
+    """answers at once: those of one group up to GROUP, of several beyond"""
+    temperature: NonNegativeFloat = 1.0
+    """of the answers"""
+    tokens: PositiveInt = 256
+    """most tokens of an answer"""
+    rounds: PositiveInt = 5
+    """rounds, each side once a round"""
+    out: str = "runs/bench/drafts.json"
+    """where the numbers are saved"""
+
+
+def draft_prompts(model: NativeFusion, tokenizer: Tokenizer, options: DraftsOptions) -> list[Prompt]:
+    """What the tasks ask first."""
+    names = [name.strip() for name in options.tasks.split(",")]
+    config = validate({"tasks": [{"name": name, "form": options.form} for name in names]}, RLConfig)
+    pool = PromptPool(config, tokenizer, model.config.vision)
+    return [prompt.encoded for prompt in pool.draw(options.groups, 0, slice(None), lambda table: table)]
+
+
+@verb
+def drafts(options: DraftsOptions) -> None:
+    """Entry of `earlyfusion bench drafts`."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    folder = model_folder(options.model)
+    model, tokenizer = load_model(folder).eval(), Tokenizer.load(folder)
+    prompts = draft_prompts(model, tokenizer, options)
+    parts: Record = {}
+    for size in [int(text) for text in options.sizes.split(",")]:
+        each = min(size, GROUP)
+        params = SamplingParams(options.tokens, options.temperature, n=each, logprobs=True)
+        requests = [Request(str(i), prompt, params, pieces=False) for i, prompt in enumerate(prompts)]
+        longest = max(len(prompt.ids) for prompt in prompts) + options.tokens
+        engines = {}
+        for side in ("drafts", "plain"):
+            pages = size * (-(-longest // PAGE) + 2)
+            engines[side] = Engine(
+                model, tokenizer, max_slots=size, page_size=PAGE, max_pages=pages, speculate=side == "drafts"
+            )
+            # Once for what is only slow at first: the odds and the costs of a run that has been going for
+            # long.
+            written = engines[side].generate(requests)
+
+        def run(
+            side: str, engines: dict[str, Engine] = engines, requests: list[Request] = requests
+        ) -> Result:
+            engine = engines[side]
+            before, started = engine.stats(), time.perf_counter()
+            done = engine.generate(requests)
+            seconds, after = time.perf_counter() - started, engine.stats()
+            tokens = sum(len(one.ids) for one in done)
+            found = {"tokens/s": tokens / seconds}
+            for name in ("drafted_tokens", "accepted_drafts"):
+                found[name] = (
+                    (after.get(name, 0) - before.get(name, 0)) / tokens if side == "drafts" else float("nan")
+                )
+            return found
+
+        same = [one.ids for one in written] == [one.ids for one in engines["drafts"].generate(requests)]
+        columns = compared(alternate(("drafts", "plain"), options.rounds, run))
+        parts[f"{size} at once"] = columns["drafts"] | {
+            "plain tokens/s": columns["plain"]["tokens/s"],
+            "ratio": columns["drafts / plain"]["tokens/s"],
+            "same tokens": same,
+        }
+    show(f"answers of {options.model} with drafts of siblings", parts)
+    save_record(options.out, options.model_dump(mode="json"), **parts)

@@ -1,0 +1,322 @@
+"""An engine in a process of its own, and a fleet's end of it.
+
+    with Process(start_folder, device, options) as process:         starts it, and ends it
+        fleet = Fleet([Remote(process.address)], ...)
+
+The engine writes without being asked; what became known arrives as messages, each of JSON and bytes of
+safetensors (PausedRequest.to_bytes). Weights come over the rails of rl/weightsync into a replica beside the
+engine, which takes them between two steps. Nothing is pickled, and whoever connects must know the token.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import select
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import one_line
+from earlyfusion.kernels.files import Record
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.requests import (
+    Event,
+    PausedRequest,
+    Request,
+    RequestError,
+    Token,
+    TokenPrompt,
+)
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.runtime import keep_freed_memory
+from earlyfusion.rl.fleet.schedule import Room
+from earlyfusion.rl.weightsync.layout import SyncError, manifest_of, pack
+from earlyfusion.rl.weightsync.publish import Link, publish
+from earlyfusion.rl.weightsync.replica import Replica
+from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, Rail, Receiver, TcpRail
+
+HEAD = struct.Struct("!IQQ")
+"""Bytes of a message's JSON, and of its two parts."""
+MOST_HEAD, MOST_PART = 1 << 26, 1 << 36
+START_S = 300.0
+"""Seconds that an engine's process may take to load its model."""
+ANSWER_S = 120.0
+"""Seconds that an engine may take to answer a question."""
+
+
+class Wire:
+    """Messages over a connection: JSON and two strings of bytes each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(ANSWER_S)
+
+    def send(self, message: Record, facts: bytes = b"", tensors: bytes = b"") -> None:
+        """A message."""
+        text = json.dumps(message).encode()
+        self.connection.sendall(HEAD.pack(len(text), len(facts), len(tensors)) + text + facts)
+        if tensors:
+            self.connection.sendall(tensors)
+
+    def waits(self, seconds: float = 0.0) -> bool:
+        """Whether a message has come."""
+        return bool(select.select([self.connection], [], [], seconds)[0])
+
+    def read(self) -> tuple[Record, bytes, bytes]:
+        """The next message. Raises OSError where the other side is gone or sends what is no message."""
+        head, facts, tensors = HEAD.unpack(self._exactly(HEAD.size))
+        if head > MOST_HEAD or max(facts, tensors) > MOST_PART:
+            raise ConnectionError(f"a message of {head:,} + {facts:,} + {tensors:,} bytes")
+        try:
+            message = dict(json.loads(self._exactly(head)))
+        except (ValueError, TypeError):
+            raise ConnectionError("a message that is no JSON") from None
+        return message, self._exactly(facts), self._exactly(tensors)
+
+    def _exactly(self, size: int) -> bytes:
+        room = bytearray(size)
+        view = memoryview(room)
+        while view:
+            count = self.connection.recv_into(view)
+            if not count:
+                raise ConnectionError("the other side has gone")
+            view = view[count:]
+        return bytes(room)
+
+    def close(self) -> None:
+        """End the connection."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+NOTHING = TokenPrompt(torch.zeros(1, dtype=torch.long))
+"""In the place of a prompt that the other side has."""
+
+
+def send_event(wire: Wire, event: Event, version: int) -> None:
+    """Tell what became known of a sample."""
+    message = {"do": "event", "id": event.request_id, "index": event.index, "tokens": event.tokens}
+    if event.completion is None:
+        wire.send(message)
+        return
+    left = [] if event.left is None else [event.left]
+    told = PausedRequest(Request(event.request_id, NOTHING), left, [event.completion], version)
+    wire.send(message, *told.to_bytes())
+
+
+def event_from(message: Record, facts: bytes, tensors: bytes) -> Event:
+    """The reverse."""
+    told = []
+    for id, logprob, logprob1, version, top in message["tokens"]:
+        told.append(Token(id, logprob, logprob1, version, tuple((one, value) for one, value in top)))
+    event = Event(message["id"], message["index"], tuple(told), "")
+    if facts:
+        paused = PausedRequest.from_bytes(facts, tensors)
+        (event.completion,) = paused.finished
+        event.left = paused.samples[0] if paused.samples else None
+    return event
+
+
+# ---- the engine's process
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine's process needs. folder: model directory; dtype: "float32" or "bfloat16"."""
+
+    folder: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    max_slots: int = 16
+    page_size: int = 16
+    max_pages: int = 1024
+    prefill_chunk: int = 512
+    image_cache: int = 256
+    run_ahead: int = 1
+
+
+def serve(options: Record, told: Any) -> None:
+    """The process: load the model, tell where to connect, and answer until the other side goes."""
+    given = EngineOptions(**options)
+    keep_freed_memory()
+    torch.set_num_threads(given.threads)
+    model = load_model(Path(given.folder), torch.device(given.device), getattr(torch, given.dtype))
+    engine = Engine(
+        model,
+        Tokenizer.load(Path(given.folder)),
+        max_slots=given.max_slots,
+        page_size=given.page_size,
+        max_pages=given.max_pages,
+        prefill_chunk=given.prefill_chunk,
+        image_cache=given.image_cache,
+        run_ahead=given.run_ahead,
+        speculate=True,
+    )
+    replica = Replica()
+    weights = Receiver(replica)
+    listening = socket.create_server(("127.0.0.1", 0))
+    told.send((listening.getsockname()[1], tuple(weights.address)))
+    connection, _ = listening.accept()
+    listening.close()
+    wire = Wire(connection)
+    hello, _, _ = wire.read()
+    if hello.get("token") != weights.address.token:
+        wire.close()
+        return
+    pools = engine.pools
+    room = Room(given.max_slots, pools.num_pages * pools.page_size, pools.page_size)
+    wire.send({"slots": room.slots, "tokens": room.tokens, "page": room.page})
+    with suppress(OSError):
+        while True:
+            while not engine.has_work or wire.waits():
+                if engine.has_work or wire.waits(1.0):
+                    answer(wire, engine, replica)
+            for event in engine.step():
+                send_event(wire, event, engine.scheduler.version)
+
+
+def answer(wire: Wire, engine: Engine, replica: Replica) -> None:
+    """One message of the fleet."""
+    message, facts, tensors = wire.read()
+    do = message.get("do")
+    if do == "start":
+        engine.resume(PausedRequest.from_bytes(facts, tensors))
+    elif do == "end":
+        engine.end_sample(message["id"], message["index"])
+    elif do == "pause":
+        try:
+            paused = engine.pause(message["id"])
+        except RequestError:
+            # It has ended meanwhile; what that gave is on its way.
+            wire.send({"do": "paused"})
+            return
+        bare = PausedRequest(Request(message["id"], NOTHING), paused.samples, [], paused.version)
+        wire.send({"do": "paused"}, *bare.to_bytes())
+    elif do == "load":
+        try:
+            with replica.reading() as (version, weights):
+                if version != message["version"]:
+                    raise SyncError(f"version {version} is here, {message['version']} was to be read")
+                engine.load_weights(weights, version)
+            wire.send({"do": "loaded"})
+        except (SyncError, ValueError) as error:
+            wire.send({"do": "loaded", "error": str(error)})
+
+
+class Process:
+    """The process of an engine, which loads its model beside us until `ready` is asked."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.options = options
+        self.told, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(asdict(options), theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ready(self) -> tuple[int, Address]:
+        """Where a fleet connects, and where weights go. Raises OSError for one that does not come up."""
+        try:
+            if self.told.poll(START_S):
+                port, address = self.told.recv()
+                return port, Address(*address)
+        except EOFError:
+            pass
+        self.close()
+        raise ConnectionError(f"an engine did not load {self.options.folder} on {self.options.device}")
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.join()
+
+
+class Remote:
+    """A fleet's end of an engine in another process."""
+
+    def __init__(self, process: Process, folder: Path = MEMORY) -> None:
+        self.process = process
+        port, address = process.ready()
+        self.wire = Wire(socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S))
+        self.wire.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wire.send({"token": address.token})
+        room, _, _ = self.wire.read()
+        self.room = Room(**room)
+        rails: list[Rail] = [TcpRail(address)]
+        if folder.is_dir():
+            rails.insert(0, FileRail(address, folder))
+        self.rails, self.link = rails, Link(address, rails)
+        self.arrived: list[Event] = []
+
+    def start(self, part: PausedRequest) -> None:
+        """See Instance."""
+        self.wire.send({"do": "start"}, *part.to_bytes())
+
+    def step(self) -> list[Event]:
+        """What has arrived."""
+        while self.wire.waits():
+            self.arrived.append(event_from(*self.wire.read()))
+        events, self.arrived = self.arrived, []
+        return events
+
+    def _ask(self, expected: str, message: Record) -> tuple[Record, bytes, bytes]:
+        self.wire.send(message)
+        while True:
+            told, facts, tensors = self.wire.read()
+            if told["do"] == expected:
+                return told, facts, tensors
+            self.arrived.append(event_from(told, facts, tensors))
+
+    def pause(self, request_id: str) -> tuple[PausedRequest | None, list[Event]]:
+        """See Instance."""
+        _, facts, tensors = self._ask("paused", {"do": "pause", "id": request_id})
+        return (PausedRequest.from_bytes(facts, tensors) if facts else None), self.step()
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See Instance."""
+        self.wire.send({"do": "end", "id": request_id, "index": index})
+
+    @staticmethod
+    def publish(remotes: Sequence[Remote], weights: Mapping[str, Tensor], version: int) -> dict[int, str]:
+        """See Instance. Packed one tensor after the other (shards are put together here), sent to all at
+        once, and read once all have everything."""
+        manifest = manifest_of(weights, version)
+        buffer = bytearray(manifest.size)
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights.items():
+                whole: Any = weight
+                yield name, (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).detach()
+
+        pack(gathered(), manifest, buffer)
+        failed = {}
+        links = [one.link for one in remotes]
+        for place, sent in enumerate(publish(links, manifest, memoryview(buffer))):
+            told: Record = {"error": sent} if isinstance(sent, str) else {}
+            try:
+                if not told:
+                    told, _, _ = remotes[place]._ask("loaded", {"do": "load", "version": version})
+            except OSError as error:
+                told = {"error": one_line(error, 200) or type(error).__name__}
+            if told.get("error"):
+                failed[place] = str(told["error"])
+        return failed
+
+    def close(self) -> None:
+        """End the process as well."""
+        self.wire.close()
+        self.link.close()
+        for rail in self.rails:
+            rail.close()
+        self.process.close()
