@@ -75,12 +75,14 @@ class SuffixAutomaton:
         if token in self.follows[end]:
             new = self._split(end, token)
         else:
+            # Endings that nothing followed with this token get it now, up to one that knows it.
             new = self._state({}, 0, self.longest[end] + 1, 0)
             while end >= 0 and token not in self.follows[end]:
                 self.follows[end][token] = new
                 end = self.link[end]
             if end >= 0:
                 self.link[new] = self._split(end, token)
+        # Every ending of the text has occurred once more.
         state = new
         for _ in range(CHAIN):
             if state <= 0:
@@ -192,6 +194,7 @@ class Drafts:
                 self.awake, self.earned = CHECK, 0.0
             return None
         start = time.perf_counter()
+        # Groups that have ended are forgotten here.
         alive = {sample.parent: None for sample in running}
         self.groups = {
             state: self.groups.get(state) or GroupText(state)
@@ -200,6 +203,7 @@ class Drafts:
         }
         # A token is worth the share of a step that it spares; a row has to be likely enough for that.
         floor = MARGIN * len(running) * self.cost.share(len(running))
+        # Where no draft could pay, nobody even reads: what was missed is read when fewer are running.
         drafts: list[list[int]] = []
         self.kinds = []
         for group in self.groups.values() if floor < 1 else ():
@@ -242,6 +246,7 @@ class Drafts:
     def learn(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """So many tokens of every draft were right."""
         for ids, kinds, right in zip(drafts, self.kinds, accepted):
+            # Of what comes behind the first mistake nothing is known.
             for kind in kinds[:right]:
                 self.odds.learn(kind, True)
             if right < len(ids):

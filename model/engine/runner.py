@@ -196,6 +196,7 @@ class Runner:
         """Feed every sample's last token and its draft, and choose behind each of them (compiled form only):
         [K, 3, N], of which the first counts [N] of a sample are its next tokens."""
         assert self.compiled is not None
+        # A sequence's rows stand together, in the order of its tokens.
         counts_N = torch.tensor([1 + len(draft) for draft in drafts])
         slots_N = torch.tensor([sample.slot for sample in running])
         slots_T = slots_N.repeat_interleave(counts_N)

@@ -150,12 +150,14 @@ def real(
     """All answers by these engines, in the order of their clocks."""
     Clocked.now = 0.0
     sites = [Clocked(engine, lengths) for engine in engines]
+    # Everything waits in the scheduler: what an engine has room for is its decision.
     fleet = Fleet(sites, policy, options.chunk, max_waiting=1 << 20)
     for request in requests_of(lengths, options.limit, options.prompt):
         fleet.submit(request)
     ends: list[float] = []
     while fleet.requests:
         fleet.start()
+        # The engine whose step ends first, as if all were under way.
         number = min((i for i, one in enumerate(sites) if one.engine.has_work), key=lambda i: sites[i].clock)
         fleet.turn(number)
         Clocked.now = sites[number].clock
@@ -184,6 +186,7 @@ def measure_steps(engine: Engine, options: RolloutsOptions) -> StepTime:
         engine.step()
         read.append((time.perf_counter() - begun) / (rows * options.prompt))
         steps = min(options.limit - 2, 4 * options.mean)
+        # At several lengths: attention reads all that is held.
         for first in range(0, steps, steps // 4):
             taken = []
             for _ in range(steps // 4):
@@ -237,6 +240,36 @@ def gains(
     return row
 
 
+def sweeps(options: RolloutsOptions, room: Room, cost: StepTime) -> Record:
+    """How the gain over whole answers goes with what it depends on, for this machine's engine."""
+
+    def here(
+        size: int = options.size, correlation: float = options.correlation, share: float = options.room
+    ) -> Record:
+        # As many answers whatever the size of the groups.
+        groups = options.groups * options.size // size
+        drawn = heavy_tailed(groups, size, options.mean, options.limit, correlation, seed=1)
+        held = Room(room.slots, round(room.tokens * share / options.room), PAGE)
+        return gains(drawn, options.engines, held, options.chunk, cost, options.limit, options.prompt)
+
+    found: Record = {}
+    for correlation in (0.0, 0.2, 0.4, 0.6, 0.8, 0.95):
+        found[f"correlation {correlation:g}"] = here(correlation=correlation)
+    found |= {f"groups of {size}": here(size=size) for size in (4, 8, 16)}
+    return found | {f"cache for {share:g} of the longest": here(share=share) for share in (0.25, 0.5, 1.0)}
+
+
+def seer_conditions(engines: int) -> Record:
+    """Lengths of Moonlight's rollouts, a hundred answers an engine."""
+    found: Record = {}
+    for correlation, budget in SEER_CASES:
+        drawn = heavy_tailed(100 * engines // 8, 8, SEER_MEAN, SEER_LIMIT, correlation, seed=2, sigma=0.7)
+        found[f"correlation {correlation:g}, {budget:,} tokens"] = gains(
+            drawn, engines, Room(256, budget), 8192, SEER, SEER_LIMIT, 1000
+        )
+    return found
+
+
 @verb
 def rollouts(options: RolloutsOptions) -> None:
     """Entry of `earlyfusion bench rollouts`."""
@@ -244,32 +277,22 @@ def rollouts(options: RolloutsOptions) -> None:
     torch.set_num_threads(1)
     model = our_model(load_config(["nano"]).model.model_dump(mode="json"), torch.device("cpu"))
     engines = [new_engine(model, options) for _ in range(options.engines)]
-    cost = measure_steps(engines[0], options)
-    room = Local(engines[0]).room
-    shape = (options.groups, options.size, options.mean, options.limit)
-    lengths = heavy_tailed(*shape, options.correlation, seed=0)
+    cost, room = measure_steps(engines[0], options), Local(engines[0]).room
+    lengths = heavy_tailed(
+        options.groups, options.size, options.mean, options.limit, options.correlation, seed=0
+    )
 
-    policies: tuple[PolicyName, ...] = ("context", "divided", "request", "oracle")
-
-    def run(side: str) -> Result:
-        policy = next(one for one in policies if one == side)
-        return figures(real(engines, lengths, policy, options))
-
-    runs = alternate(policies, options.rounds, run)
-    columns = compared(runs)
+    # Ours first: the others are compared with it.
+    policies: dict[str, PolicyName] = {name: name for name in ("context", "divided", "request", "oracle")}
+    run = lambda side: figures(real(engines, lengths, policies[side], options))
+    columns = compared(alternate(policies, options.rounds, run))
     show(f"{options.engines} real engines, each on its clock", columns)
+
+    # The same rollout in the simulator, from one engine's steps alone.
+    about: Record = {"prompt": options.prompt, "limit": options.limit}
     errors: Record = {}
-    for policy in policies:
-        guess = simulate(
-            lengths,
-            options.engines,
-            room,
-            policy,
-            options.chunk,
-            cost,
-            prompt=options.prompt,
-            limit=options.limit,
-        )
+    for policy in policies.values():
+        guess = simulate(lengths, options.engines, room, policy, options.chunk, cost, **about)
         errors[policy] = {
             "simulated seconds": guess.seconds,
             "error": guess.seconds / columns[policy]["seconds"] - 1,
@@ -277,48 +300,11 @@ def rollouts(options: RolloutsOptions) -> None:
             "tail error": guess.tail / columns[policy]["tail s"] - 1,
         }
     show("the same, simulated", errors)
-
-    def here(lengths: Sequence[Sequence[int]]) -> Record:
-        return gains(lengths, options.engines, room, options.chunk, cost, options.limit, options.prompt)
-
-    sweep: Record = {}
-    for correlation in (0.0, 0.2, 0.4, 0.6, 0.8, 0.95):
-        sweep[f"correlation {correlation:g}"] = here(heavy_tailed(*shape, correlation, seed=1))
-    for size in (4, 8, 16):
-        groups = options.groups * options.size // size
-        drawn = heavy_tailed(groups, size, options.mean, options.limit, options.correlation, seed=1)
-        sweep[f"groups of {size}"] = here(drawn)
-    for share in (0.25, 0.5, 1.0):
-        held = round(room.tokens * share / options.room)
-        drawn = heavy_tailed(*shape, options.correlation, seed=1)
-        sweep[f"cache for {share:g} of the longest"] = gains(
-            drawn,
-            options.engines,
-            Room(room.slots, held, PAGE),
-            options.chunk,
-            cost,
-            options.limit,
-            options.prompt,
-        )
+    sweep, seer = sweeps(options, room, cost), seer_conditions(options.simulated)
     show("simulated, beside whole answers: this machine's engine", sweep)
-
-    seer: Record = {}
-    groups = 100 * options.simulated // 8
-    for correlation, budget in SEER_CASES:
-        drawn = heavy_tailed(groups, 8, SEER_MEAN, SEER_LIMIT, correlation, seed=2, sigma=0.7)
-        seer[f"correlation {correlation:g}, {budget:,} tokens"] = gains(
-            drawn, options.simulated, Room(256, budget), 8192, SEER, SEER_LIMIT, 1000
-        )
     show(f"simulated: {options.simulated} engines, lengths of Moonlight's rollouts (Seer, table 3)", seer)
-    save_record(
-        options.out,
-        options.model_dump(mode="json"),
-        comparison=columns,
-        step_time=vars(cost),
-        simulated=errors,
-        sweep=sweep,
-        seer=seer,
-    )
+    parts: Record = {"step_time": vars(cost), "simulated": errors, "sweep": sweep, "seer": seer}
+    save_record(options.out, options.model_dump(mode="json"), comparison=columns, **parts)
 
 
 class DraftsOptions(Options):

@@ -153,6 +153,7 @@ class Fleet:
     def submit(self, request: Request, after: PausedSample | None = None) -> Handle:
         """Take a request, perhaps one that goes on after a sample. Raises RequestError, EngineFull as
         Engine."""
+        # A request that begins is one of which nothing is written: one way in for all.
         samples = [fresh(index) for index in range(request.params.n)]
         cached = 0
         if after is not None:
@@ -318,6 +319,7 @@ class Fleet:
         name = f"{request.id}#{self.counts['parts']}"
         for place, job in enumerate(jobs):
             job.part, job.place, job.seen = name, place, job.written
+        # Noise is the request's and the sample's, whatever the part is called.
         numbers = request.numbers or range(request.params.n)
         whole = replace(
             request,
@@ -341,6 +343,7 @@ class Fleet:
             if tokens:
                 self.events.append(Event(job.request.id, job.index, tokens, ""))
             return
+        # The part's limit is not the answer's.
         more = done.finish_reason == "length" and len(done.ids) < job.limit
         if more and left is not None:
             job.state, job.cached = left, done.cached_tokens
@@ -373,6 +376,7 @@ class Fleet:
         if number in self.lost:
             return
         self.lost[number] = one_line(error, 120) or type(error).__name__
+        # Every part that ran there; siblings of a part may have ended before.
         jobs = []
         for name, answers in list(self.parts.items()):
             if any(job.part == name and job.room == number for job in answers):
@@ -397,6 +401,7 @@ class Fleet:
         """New weights for all engines; tokens from here on carry their version."""
         self.version = version
         alive = [number for number in range(len(self.instances)) if number not in self.lost]
+        # All of a kind at once: one copy of the weights serves every process.
         for kind in {type(self.instances[number]) for number in alive}:
             numbers = [number for number in alive if type(self.instances[number]) is kind]
             failed = kind.publish([self.instances[number] for number in numbers], state_dict, version)

@@ -163,10 +163,12 @@ def serve(options: Record, told: Any) -> None:
         run_ahead=given.run_ahead,
         speculate=True,
     )
+    # Weights arrive beside the engine's work, in threads of their own.
     replica = Replica()
     weights = Receiver(replica)
     listening = socket.create_server(("127.0.0.1", 0))
     told.send((listening.getsockname()[1], tuple(weights.address)))
+    # One fleet, and nobody else after it.
     connection, _ = listening.accept()
     listening.close()
     wire = Wire(connection)
@@ -179,6 +181,7 @@ def serve(options: Record, told: Any) -> None:
     wire.send({"slots": room.slots, "tokens": room.tokens, "page": room.page})
     with suppress(OSError):
         while True:
+            # Messages first: a part that waits in the socket could join this step.
             while not engine.has_work or wire.waits():
                 if engine.has_work or wire.waits(1.0):
                     answer(wire, engine, replica)
@@ -190,6 +193,7 @@ def answer(wire: Wire, engine: Engine, replica: Replica) -> None:
     """One message of the fleet."""
     message, facts, tensors = wire.read()
     do = message.get("do")
+    # What is damaged raises and ends the process: its fleet sees an engine that is gone.
     if do == "start":
         engine.resume(PausedRequest.from_bytes(facts, tensors))
     elif do == "end":
@@ -201,6 +205,7 @@ def answer(wire: Wire, engine: Engine, replica: Replica) -> None:
             # It has ended meanwhile; what that gave is on its way.
             wire.send({"do": "paused"})
             return
+        # Without the prompt, whose pictures the fleet has.
         bare = PausedRequest(Request(message["id"], NOTHING), paused.samples, [], paused.version)
         wire.send({"do": "paused"}, *bare.to_bytes())
     elif do == "load":
@@ -253,6 +258,7 @@ class Remote:
         self.wire.send({"token": address.token})
         room, _, _ = self.wire.read()
         self.room = Room(**room)
+        # Shared memory where there is such a thing; the socket for what goes wrong there.
         rails: list[Rail] = [TcpRail(address)]
         if folder.is_dir():
             rails.insert(0, FileRail(address, folder))
@@ -292,6 +298,7 @@ class Remote:
         """See Instance. Packed one tensor after the other (shards are put together here), sent to all at
         once, and read once all have everything."""
         manifest = manifest_of(weights, version)
+        # The whole version, once for all engines.
         buffer = bytearray(manifest.size)
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -303,6 +310,7 @@ class Remote:
         failed = {}
         links = [one.link for one in remotes]
         for place, sent in enumerate(publish(links, manifest, memoryview(buffer))):
+            # Arrived everywhere is not read everywhere: the engine takes it between two of its steps.
             told: Record = {"error": sent} if isinstance(sent, str) else {}
             try:
                 if not told:

@@ -76,6 +76,7 @@ class Room:
         return tokens if self.page == 1 else (-(-tokens // self.page) + 1) * self.page
 
     def takes(self, tokens: int, begun: bool) -> bool:
+        # An empty engine takes whatever fits, or a long answer would wait for ever.
         share = 1.0 if begun or not self.running else HIGH
         return not self.closed and self.running < self.slots and self.held + tokens <= share * self.tokens
 
@@ -168,6 +169,7 @@ class Scheduler:
 
     def _first(self, line: int) -> Job | None:
         """Who is next."""
+        # An entry counts while it says what would be said now.
         entries = self.lines[line]
         while entries:
             before, key = entries[0]
@@ -245,6 +247,7 @@ class Scheduler:
 
     def _learn(self, job: Job) -> None:
         """An answer has ended: what that says of its siblings, and of all."""
+        # Their places in the line change only where the longest does.
         before, weak = self.longest.get(job.group), self.weak
         self.longest[job.group] = max(before or 0, job.written)
         self.together.learn(job.group, job.written)

@@ -46,6 +46,7 @@ class StepTime:
         """From (answers, tokens held, seconds), least squares of relative errors; no part is below 0."""
         table = np.array(measured, dtype=float)
         design = np.column_stack([np.ones(len(table)), table[:, :2]])
+        # Divided by what was measured: an error of a tenth counts alike in short and long steps.
         kept = [0, 1, 2]
         while True:
             found = np.zeros(3)
@@ -70,6 +71,7 @@ def heavy_tailed(
     middle = math.log(mean) - sigma**2 / 2
     found = []
     for _ in range(groups):
+        # What a group has in common, and what every answer has for itself.
         own = rng.gauss(0, 1)
         logs = [
             middle + sigma * (correlation**0.5 * own + (1 - correlation) ** 0.5 * rng.gauss(0, 1))
@@ -160,6 +162,7 @@ class Simulated:
         if not self.until:
             self.clock = max(self.clock, now)
             return
+        # Time is no straight line over steps where the cache grows.
         low, high = 0, self.count()
         while low < high:
             middle = (low + high) // 2
@@ -202,7 +205,7 @@ def simulate(
             site.put(job, min(job.written + tokens, job.length), spent)
             job.kept = True
         site = min(sites, key=Simulated.next_event)
-        if not site.until:
+        if not site.until:  # all are done
             break
         site.advance(site.count())
         now = site.clock
@@ -212,6 +215,7 @@ def simulate(
             scheduler.returned(job, job.written, ended)
             if ended:
                 ends.append(now)
+        # The youngest goes: it has the least to read again.
         while preempt and site.until and site.tokens + len(site.until) > room.tokens:
             job = next(reversed(site.until))
             site.drop(job)

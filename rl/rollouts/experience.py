@@ -186,6 +186,7 @@ class Collector:
             raise Interrupted
         self.carried = batch.paused
         done = batch.prompts
+        # The first that are complete; all others stay where they are written.
         if ahead:
             done = {name: prompt for name, prompt in done.items() if batch.handles[name].done}
             done = dict(list(done.items())[: self.due(count, rank)])

@@ -88,7 +88,6 @@ entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty
 a mixture that changes within a stage: stages.mix.ramp
 tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
-partial rollouts: stale.max_lag
 """
 """Who needs a key that no recipe sets and no document names: reason, then keys."""
 
