@@ -16,7 +16,7 @@ ROOMS  := kernels vision model data eval pipeline rl
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: pretrain pretrain-long test check format gpu gpu-kit bench setup setup-dev clean
+.PHONY: pretrain pretrain-long test test-all check format gpu gpu-kit bench setup setup-dev clean
 
 pretrain: setup            ## watch a small early-fusion model learn to see (CPU, minutes)
 	$(TRAIN) $(RECIPE) --out $(RUN) $(call resume,$(RUN))
@@ -24,7 +24,10 @@ pretrain: setup            ## watch a small early-fusion model learn to see (CPU
 pretrain-long: setup       ## the same, longer (up to 30 minutes)
 	$(TRAIN) nano-long --out runs/nano-long $(call resume,runs/nano-long)
 
-test: setup-dev check      ## lint, types and every test that this machine can run
+test: setup-dev check      ## lint, types and every quick test that this machine can run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --durations 40 --durations-min 8
+
+test-all: setup-dev check  ## the slow ones as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 60 --durations-min 8
 
 check: setup-dev

@@ -327,7 +327,8 @@ def headline(config: StudyConfig, results: Record) -> str:
     sentences = []
     for arm in config.arms:
         if arm.expect and arm.name not in passed:
-            wrong = f"{arm.name} {WRONG[arm.expect]} {config.base_arm.name}"
+            beside = " and ".join(arm.against or [config.base_arm.name])
+            wrong = f"{arm.name} {WRONG[arm.expect]} {beside}"
             sentences.append(f"The study failed its own test: {wrong}.")
     for row in results["rows"]:
         if row["metric"] == config.registered and "word" in row:

@@ -14,9 +14,10 @@ go on elsewhere from their last export and write the same tokens again, which ar
 from __future__ import annotations
 
 import select
+import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ from earlyfusion.model.engine.requests import (
 from earlyfusion.model.engine.scheduler import WRITTEN
 from earlyfusion.rl.fleet.schedule import Job, PolicyName, Room, Scheduler
 
+PACED = 4
+"""Tokens of a part from which on its pace says something."""
 WAIT_S = 0.05
 """Seconds that a step waits for engines in other processes."""
 
@@ -115,6 +118,7 @@ class Answer(Job):
     cached: int = 0
     told: int = 0
     seen: int = 0
+    begun: float = 0.0
     part: str = ""
     place: int = 0
 
@@ -137,9 +141,11 @@ class Fleet:
         chunk: int = 256,
         max_waiting: int = 1024,
         tokenizer: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.instances, self.max_waiting, self.version = list(instances), max_waiting, 0
-        self.tokenizer = tokenizer
+        self.tokenizer, self.clock = tokenizer, clock
+        self.pace: dict[int, float] = {}
         self.scheduler = Scheduler([each.room for each in instances], policy, chunk)
         self.requests: dict[str, list[Answer]] = {}
         self.handles: dict[str, Handle] = {}
@@ -318,7 +324,7 @@ class Fleet:
         self.counts["parts"] += 1
         name = f"{request.id}#{self.counts['parts']}"
         for place, job in enumerate(jobs):
-            job.part, job.place, job.seen = name, place, job.written
+            job.part, job.place, job.seen, job.begun = name, place, job.written, self.clock()
         # Noise is the request's and the sample's, whatever the part is called.
         numbers = request.numbers or range(request.params.n)
         whole = replace(
@@ -343,6 +349,7 @@ class Fleet:
             if tokens:
                 self.events.append(Event(job.request.id, job.index, tokens, ""))
             return
+        self._measure(job, len(done.ids))
         # The part's limit is not the answer's.
         more = done.finish_reason == "length" and len(done.ids) < job.limit
         if more and left is not None:
@@ -358,6 +365,16 @@ class Fleet:
             )
         elif tokens:
             self.events.append(Event(job.request.id, job.index, tokens, ""))
+
+    def _measure(self, job: Answer, written: int) -> None:
+        """Tokens a second of an answer's part: what the engine's pace is known by."""
+        number, new = job.room or 0, written - job.written
+        pace = new / max(self.clock() - job.begun, 1e-9)
+        if new >= PACED:
+            self.pace[number] = 0.8 * self.pace.get(number, pace) + 0.2 * pace
+            best = max(self.pace.values())
+            for each, known in self.pace.items():
+                self.scheduler.rooms[each].speed = known / best
 
     def _complete(
         self, job: Answer, done: Completion, tokens: tuple[Any, ...], left: PausedSample | None
@@ -393,6 +410,7 @@ class Fleet:
             raise ValueError(f"engine {number} is not gone; gone are {sorted(self.lost)}")
         self.instances[number] = instance
         del self.lost[number]
+        self.pace.pop(number, None)
         self.scheduler.joined(number, instance.room)
 
     # ---- weights, and the end

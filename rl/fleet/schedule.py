@@ -36,6 +36,8 @@ WEAK = 0.3
 """Correlation of lengths below which siblings are not asked."""
 ENOUGH = 24
 """Finished answers, of groups with several, before a correlation is believed."""
+SLOW = 0.5
+"""Share of the best engine's pace below which one gets fewer answers."""
 HIGH = 0.95
 """Share of an engine's room up to which new answers begin there: those under way go first into the rest."""
 
@@ -61,12 +63,13 @@ class Job:
 
 @dataclass
 class Room:
-    """What an engine has: places for answers, and tokens that its cache holds, in pages of `page`. closed: it
-    takes nothing."""
+    """What an engine has: places for answers, and tokens that its cache holds, in pages of `page`. speed: its
+    pace as a share of the best one's; closed: it takes nothing."""
 
     slots: int
     tokens: int
     page: int = 1
+    speed: float = 1.0
     running: int = 0
     held: int = 0
     closed: bool = False
@@ -76,9 +79,11 @@ class Room:
         return tokens if self.page == 1 else (-(-tokens // self.page) + 1) * self.page
 
     def takes(self, tokens: int, begun: bool) -> bool:
+        # Who writes at a fraction of the others' pace gets that fraction of answers.
+        slots = self.slots if self.speed >= SLOW else max(1, round(self.slots * self.speed))
         # An empty engine takes whatever fits, or a long answer would wait for ever.
         share = 1.0 if begun or not self.running else HIGH
-        return not self.closed and self.running < self.slots and self.held + tokens <= share * self.tokens
+        return not self.closed and self.running < slots and self.held + tokens <= share * self.tokens
 
 
 class Together:

@@ -343,6 +343,35 @@ def test_a_thousand_lost_engines_lose_no_answer_and_count_none_twice():
     assert faults >= 1000
 
 
+class Slow(Local):
+    """Takes a step every fifth time it is asked."""
+
+    asked = 0
+
+    def step(self):
+        self.asked += 1
+        return super().step() if self.asked % 5 == 0 else []
+
+
+def test_a_slow_engine_gets_fewer_answers():
+    net, turns = model(0), [0]
+    engines = [engine_of(net, max_slots=8) for _ in range(2)]
+    fleet = Fleet([Local(engines[0]), Slow(engines[1])], "divided", chunk=8, clock=lambda: float(turns[0]))
+    params = SamplingParams(64, temperature=1.0, n=4, ignore_eos=True)
+    for number in range(12):
+        fleet.submit(Request(f"q{number}", tokens(8, number), params))
+    running = []
+    while fleet.has_work:
+        fleet.step()
+        turns[0] += 1
+        # While answers wait, and some parts have ended on both.
+        if fleet.waiting and turns[0] > 100:
+            running.append([room.running for room in fleet.scheduler.rooms])
+    # At a fifth of the pace: one or two of the eight places.
+    assert fleet.scheduler.rooms[1].speed < 0.3 and len(running) > 50
+    assert max(slow for _, slow in running) <= 2 and min(quick for quick, _ in running) >= 6
+
+
 def test_without_an_engine_the_fleet_says_why():
     fleet = Fleet([Flaky(engine_of(model(0)), random.Random(0), 1.0)], "divided", 8)
     fleet.submit(given()[0])
