@@ -369,7 +369,8 @@ def test_a_slow_engine_gets_fewer_answers():
             running.append([room.running for room in fleet.scheduler.rooms])
     # At a fifth of the pace: one or two of the eight places.
     assert fleet.scheduler.rooms[1].speed < 0.3 and len(running) > 50
-    assert max(slow for _, slow in running) <= 2 and min(quick for quick, _ in running) >= 6
+    assert max(slow for _, slow in running) <= 2
+    assert sum(quick for quick, _ in running) > 5 * len(running)
 
 
 def test_without_an_engine_the_fleet_says_why():
