@@ -20,7 +20,6 @@ Calls into the compiled library: what its functions take, and rows shared out ov
 
 import ctypes
 import hashlib
-import itertools
 import os
 import platform
 import shlex
@@ -35,6 +34,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -420,13 +420,13 @@ class Program:
         """Before `run`: sequences of several rows may be rewound after it. What that takes, the state before
         and every token's part in the recurrence, is kept in memory of the step's own."""
         layers = [op for op in self.operations if isinstance(op, Kda)]
-        drafts_T = torch.full((starts[-1],), -1)
-        saves_T, count, drafted = drafts_T.clone(), 0, 0
-        for first, end in itertools.pairwise(starts):
-            if end - first > 1:
-                drafts_T[first:end] = torch.arange(count, count + end - first)
-                saves_T[first] = drafted
-                count, drafted = count + end - first, drafted + 1
+        rows_N = np.diff(starts)
+        several_T = np.repeat(rows_N > 1, rows_N)
+        count, drafted = int(several_T.sum()), int((rows_N > 1).sum())
+        drafts = np.where(several_T, several_T.cumsum() - 1, -1)
+        saves = np.full(starts[-1], -1)
+        saves[np.array(starts[:-1])[rows_N > 1]] = np.arange(drafted)
+        drafts_T, saves_T = torch.from_numpy(drafts), torch.from_numpy(saves)
         # As kda.h lays it out; all KDA layers are of one size.
         size = 0
         for op in layers[:1]:

@@ -15,24 +15,34 @@ goes without them, longer every time.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Sequence
 
 from earlyfusion.model.engine.scheduler import RequestState, Sample
 
 MOST = 15
 """Draft tokens of a sample in one step."""
+BEGIN = 6
+"""Tokens of an answer before anything is drafted for its group."""
 WINDOW = 128
 """Tokens of the prompt, and of what was written while nobody drafted, that are looked at."""
-CHAIN = 32
+CHAIN = 8
 """Endings of a text that learn of an occurrence. Of a text that repeats itself there are as many as
 tokens."""
 MARGIN = 1.1
-"""A draft token must earn this much more than it costs."""
-CHECK = 24
-"""Steps after which drafts have to have paid."""
-LONGEST_REST = 2048
+"""A draft token must be expected to earn so many times what it costs."""
+TRIAL = 64
+"""Steps until it is said whether drafts pay."""
+LOOK, LOOK_AGAIN, BURST = 32, 256, 8
+"""Where drafts pay, two of so many steps go without them, for comparison; where they do not, a burst of some
+goes with them."""
+WORTH = 0.99
+"""Seconds a token with drafts, as a share of those without, from which on they do not pay."""
+FIRST_ROW, EXTRA = 5.3, 1.5
+"""What a step costs beside its rows, and drafts beside theirs, in rows, until it is known better."""
+PRIOR = 10
+"""Steps that this belief counts for."""
 CONTEXTS, SHARES = (2, 3, 5, 8, 16), (0.35, 0.6, 0.85, 0.999)
 """Borders between drafts whose odds are learned apart: length of the ending that occurred before, and how
 often it was followed by the token that is drafted."""
@@ -72,23 +82,24 @@ class SuffixAutomaton:
 
     def extend(self, end: int, token: int) -> int:
         """The text that ends in state `end` (0: it begins) goes on with a token: its new end."""
-        if token in self.follows[end]:
+        follows, link, count = self.follows, self.link, self.count
+        if token in follows[end]:
             new = self._split(end, token)
         else:
             # Endings that nothing followed with this token get it now, up to one that knows it.
             new = self._state({}, 0, self.longest[end] + 1, 0)
-            while end >= 0 and token not in self.follows[end]:
-                self.follows[end][token] = new
-                end = self.link[end]
+            while end >= 0 and token not in follows[end]:
+                follows[end][token] = new
+                end = link[end]
             if end >= 0:
-                self.link[new] = self._split(end, token)
+                link[new] = self._split(end, token)
         # Every ending of the text has occurred once more.
         state = new
         for _ in range(CHAIN):
             if state <= 0:
                 break
-            self.count[state] += 1
-            state = self.link[state]
+            count[state] += 1
+            state = link[state]
         return new
 
     def known(self, state: int) -> int:
@@ -121,29 +132,69 @@ class Odds:
 
 
 class StepCost:
-    """Seconds of a step as `first + rows * each`, least squares with fading weights."""
+    """Seconds of a step as `first + rows * each`: least squares with fading weights, drawn towards FIRST_ROW
+    where steps have been of about one size."""
 
     def __init__(self) -> None:
         self.sums = [0.0] * 5  # weights, rows, rows^2, seconds, rows * seconds
 
     def learn(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
         weight, _, _, total, _ = self.sums
         if weight > 4:  # somebody else had the processor
             seconds = min(seconds, 3 * total / weight)
         new = (1.0, rows, rows * rows, seconds, rows * seconds)
-        self.sums = [0.97 * old + each for old, each in zip(self.sums, new)]
+        self.sums = [0.99 * old + each for old, each in zip(self.sums, new)]
 
     def share(self, rows: int) -> float:
         """What one more row costs, as a part of a step of so many."""
         weight, x, xx, y, xy = self.sums
         if weight < 1:
-            return 0.3 / rows
-        spread, mean = weight * xx - x * x, y / weight
-        each = 0.3 * mean * weight / x  # until steps of different sizes were seen
-        if spread > 0.05 * x * x:
-            each = min(max((weight * xy - x * y) / spread, 0.02 * mean), mean)
-        first = max(0.0, mean - each * x / weight)
-        return each / (first + each * rows)
+            return 1 / (FIRST_ROW + rows)
+        size, mean = x / weight, y / weight
+        believed = mean / (FIRST_ROW + size)
+        # As much as PRIOR steps of twice the size would say.
+        spread, prior = xx / weight - size * size, PRIOR * size * size / weight
+        each = (xy / weight - size * mean + prior * believed) / (spread + prior)
+        each = min(max(each, 0.02 * mean / size), mean / size)
+        return each / (mean + each * (rows - size))
+
+
+class Worth:
+    """Whether drafts pay, in batches of about one size: seconds a token of steps with them and of steps
+    without, taken in turn, since a machine's pace changes from second to second."""
+
+    def __init__(self) -> None:
+        self.steps = self.burst = 0
+        self.sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
+
+    @property
+    def pays(self) -> bool:
+        (with_s, with_tokens), (plain_s, plain_tokens) = self.sums[True], self.sums[False]
+        return with_s * plain_tokens < WORTH * plain_s * with_tokens
+
+    def asks(self) -> bool:
+        """Whether the next step is to have drafts."""
+        self.steps += 1
+        if self.steps <= TRIAL:
+            drafting = self.steps % 4 > 0
+        elif self.pays:
+            drafting = self.steps % LOOK > 1
+        else:
+            drafting = self.steps % LOOK_AGAIN < BURST
+        self.burst = self.burst + 1 if drafting else 0
+        return drafting
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """What the step gave and took. The first of several with drafts reads what was written before."""
+        if self.burst != 1:
+            sums = self.sums[self.burst > 0]
+            sums[0], sums[1] = 0.995 * sums[0] + seconds, 0.995 * sums[1] + tokens
+
+
+def most_written(state: RequestState) -> int:
+    """Tokens of a request's longest answer."""
+    return max(len(sample.ids) for sample in state.samples)
 
 
 class GroupText:
@@ -173,75 +224,76 @@ class GroupText:
 class Drafts:
     """Proposes tokens for running samples, and learns from what became of them.
 
-    drafted, accepted: tokens since the start. seconds: spent on proposing.
+    drafted, accepted: tokens since the start. worth: by the size of the batch, in powers of two.
     """
 
     def __init__(self) -> None:
         self.groups: dict[RequestState, GroupText] = {}
         self.odds, self.cost = Odds(), StepCost()
+        self.worth: dict[int, Worth] = defaultdict(Worth)
         self.drafted = self.accepted = 0
-        self.seconds = 0.0
-        self.step = 0
-        self.awake, self.rest, self.length = CHECK, 0, CHECK
-        self.earned = 0.0
         self.kinds: list[list[int]] = []
 
     def propose(self, running: Sequence[Sample]) -> list[list[int]] | None:
         """Draft tokens for every sample, [] where none would pay; None: nobody has any."""
-        if self.rest:
-            self.rest -= 1
-            if not self.rest:
-                self.awake, self.earned = CHECK, 0.0
+        if not self.worth[len(running).bit_length()].asks():
             return None
-        start = time.perf_counter()
-        # Groups that have ended are forgotten here.
-        alive = {sample.parent: None for sample in running}
-        self.groups = {
-            state: self.groups.get(state) or GroupText(state)
-            for state in alive
-            if not state.request.params.stop
-        }
+        # Groups that have ended are forgotten here. One that has written little has nothing to say; its
+        # prompt is read when it has.
+        groups = {}
+        for state in {sample.parent: None for sample in running}:
+            group = self.groups.get(state)
+            if group is None and not state.request.params.stop and most_written(state) >= BEGIN:
+                group = GroupText(state)
+            if group is not None:
+                groups[state] = group
+        self.groups = groups
         # A token is worth the share of a step that it spares; a row has to be likely enough for that.
         floor = MARGIN * len(running) * self.cost.share(len(running))
         # Where no draft could pay, nobody even reads: what was missed is read when fewer are running.
+        if floor >= 1 or not groups:
+            return None
+        for group in groups.values():
+            group.catch_up()
         drafts: list[list[int]] = []
         self.kinds = []
-        for group in self.groups.values() if floor < 1 else ():
-            group.catch_up()
+        earned = 0.0
         for sample in running:
             ids, kinds = list[int](), list[int]()
-            if floor < 1 and sample.parent in self.groups:
-                ids, kinds = self._draft(sample, floor)
+            group = groups.get(sample.parent)
+            if group is not None:
+                earned += self._draft(sample, group, floor, ids, kinds)
             drafts.append(ids)
             self.kinds.append(kinds)
-        spent = time.perf_counter() - start
-        self.seconds += spent
-        self._pay(len(running), spent)
-        return drafts if any(drafts) else None
+        # Together they have to pay for what drafts cost beside their rows, too.
+        return drafts if earned > EXTRA * floor else None
 
-    def _draft(self, sample: Sample, floor: float) -> tuple[list[int], list[int]]:
-        group = self.groups[sample.parent]
-        text = group.automaton
+    def _draft(
+        self, sample: Sample, group: GroupText, floor: float, ids: list[int], kinds: list[int]
+    ) -> float:
+        """Fills in a sample's draft; tokens that it is expected to bring beyond what its rows cost."""
+        text, stops = group.automaton, sample.parent.stop_ids
+        count, most = text.count, min(MOST, sample.left - 1)
         state = text.known(group.ends[sample.index])
-        ids: list[int] = []
-        kinds: list[int] = []
-        likely, context = 1.0, text.longest[state]
-        while state and len(ids) < min(MOST, sample.left - 1):
-            follows, count = text.follows[state], text.count
-            token = max(follows, key=lambda each: count[follows[each]])
-            total = sum(count[each] for each in follows.values())
-            share = count[follows[token]] / max(1, total)
+        likely, context, earned = 1.0, text.longest[state], 0.0
+        while state and len(ids) < most:
+            follows, share = text.follows[state], 1.0
+            if len(follows) == 1:
+                ((token, after),) = follows.items()
+            else:
+                token, after = max(follows.items(), key=lambda each: count[each[1]])
+                share = count[after] / max(1, sum(count[each] for each in follows.values()))
             kind = self.odds.kind(context, share)
             likely *= self.odds.of(kind, context, share)
             # An end is chosen by its row; nothing is drafted behind it.
-            if likely < floor or token in sample.parent.stop_ids:
+            if likely < floor or token in stops:
                 break
             ids.append(token)
             kinds.append(kind)
-            after = follows[token]
+            earned += likely - floor
             state = text.known(after)
             context = context + 1 if state == after else text.longest[state]
-        return ids, kinds
+        return earned
 
     def learn(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """So many tokens of every draft were right."""
@@ -253,20 +305,8 @@ class Drafts:
                 self.odds.learn(kinds[right], False)
         self.drafted += sum(map(len, drafts))
         self.accepted += sum(accepted)
-        rows = len(drafts)
-        self.earned += sum(accepted) - rows * self.cost.share(rows) * sum(map(len, drafts))
 
-    def _pay(self, rows: int, spent: float) -> None:
-        """Time spent on proposing, as the tokens that could have been written in it."""
-        weight, _, _, seconds, _ = self.cost.sums
-        if weight > 1:
-            self.earned -= spent * weight / seconds * rows
-        self.awake -= 1
-        if self.awake > 0:
-            return
-        if self.earned < 0:
-            self.rest, self.length = self.length, min(2 * self.length, LONGEST_REST)
-            self.groups = {}
-        else:
-            self.length = CHECK
-        self.awake, self.earned = CHECK, 0.0
+    def account(self, samples: int, rows: int, tokens: int, seconds: float) -> None:
+        """What a step took, everything about drafts in it, for so many samples, rows and tokens."""
+        self.cost.learn(rows, seconds)
+        self.worth[samples.bit_length()].learn(tokens, seconds)

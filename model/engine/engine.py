@@ -316,10 +316,11 @@ class Engine:
             routing = np.split(self._experts(take)[: sum(rows)], np.cumsum(rows)[:-1])
             for sample, part, count in zip(running, routing, counts or rows):
                 sample.routing.append(part[:count])
-        if self.drafts is not None and not self.drafts.rest:
+        if self.drafts is not None:
             if counts is not None and drafts is not None:
                 self.drafts.learn(drafts, [count - 1 for count in counts])
-            self.drafts.cost.learn(sum(rows), time.perf_counter() - start)
+            spent = time.perf_counter() - start
+            self.drafts.account(len(running), sum(rows), sum(counts or rows), spent)
         return chosen_K3N, counts
 
     def _experts(self, take: TakeRouting) -> np.ndarray:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import accumulate, compress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -196,42 +197,49 @@ class Runner:
         """Feed every sample's last token and its draft, and choose behind each of them (compiled form only):
         [K, 3, N], of which the first counts [N] of a sample are its next tokens."""
         assert self.compiled is not None
-        # A sequence's rows stand together, in the order of its tokens.
-        counts_N = torch.tensor([1 + len(draft) for draft in drafts])
-        slots_N = torch.tensor([sample.slot for sample in running])
-        slots_T = slots_N.repeat_interleave(counts_N)
-        starts = [0, *accumulate(counts_N.tolist())]
-        ahead_T = torch.arange(starts[-1]) - torch.tensor(starts[:-1]).repeat_interleave(counts_N)
-        ids, rows = list[int](), list[Sample]()
+        # A sequence's rows stand together, in the order of its tokens. The host knows all of it, and numpy is
+        # the quickest with so little.
+        ids, facts, options = list[int](), [], []
         for sample, draft in zip(running, drafts):
             ids += [*sample.tokens(sample.context - 1, sample.context), *draft]
-            rows += [sample] * (1 + len(draft))
-        ids_T = torch.tensor(ids)
+            facts.append((1 + len(draft), sample.slot, sample.length, len(sample.ids), sample.key))
+            params = sample.parent.request.params
+            options.append((params.temperature, params.top_p, params.min_p))
+        rows_N, slots_N, length_N, written_N, keys_N = np.array(facts).T
+        starts = [0, *accumulate(rows_N.tolist())]
+        ahead_T = np.arange(len(ids)) - np.repeat(starts[:-1], rows_N)
+        slots_T, positions_T, drawn_T, keys_T = (
+            torch.from_numpy(np.repeat(each, rows_N) + more)
+            for each, more in ((slots_N, 0), (length_N, ahead_T), (written_N, ahead_T), (keys_N, 0))
+        )
+        options_3T = np.repeat(np.array(options, np.float32).T, rows_N, axis=1)
 
-        about = TokenRows(slots_T, self.length_S[slots_T] + ahead_T, torch.arange(len(ids)), starts, len(ids))
-        x_TD = self.model.decoder.embed_tokens(ids_T)
+        about = TokenRows(slots_T, positions_T, torch.arange(len(ids)), starts, len(ids))
+        x_TD = self.model.decoder.embed_tokens(torch.from_numpy(np.array(ids)))
         hidden_TD = self.compiled.run(x_TD, about, self.table_SP, drafts=True)
-        controls = self._controls(slots_T, self.position_S[slots_T] + ahead_T, needs_of(running))
+        temperature_T, top_p_T, min_p_T = torch.from_numpy(options_3T)
+        controls = Controls(keys_T, drawn_T, temperature_T, top_p_T, min_p_T, needs_of(running))
+        rows = [sample for sample, draft in zip(running, drafts) for _ in range(1 + len(draft))]
         chosen_3T = self._chosen(self.compiled.logits(hidden_TD), controls, self.banned_for(rows, len(ids)))
 
         # A draft was right as far as the choice before each of its tokens says so; the choice after those is
         # new.
-        chosen, counts = chosen_3T[0].long().tolist(), list[int]()
+        known_3T = chosen_3T.numpy()
+        chosen, counts = known_3T[0].tolist(), list[int]()
         for start, draft in zip(starts, drafts):
             right = 0
             while right < len(draft) and chosen[start + right] == draft[right]:
                 right += 1
             counts.append(1 + right)
         self.compiled.settle(counts)
-        counts_N = torch.tensor(counts)
-        self.last_S[slots_N] = chosen_3T[0, torch.tensor(starts[:-1]) + counts_N - 1].long()
-        self.length_S[slots_N] += counts_N
-        self.position_S[slots_N] += counts_N
+        last_N = known_3T[0, np.array(starts[:-1]) + counts - 1]
+        now_3N = torch.from_numpy(np.array([last_N, length_N + counts, written_N + counts], dtype=np.int64))
+        self.facts_SF[torch.from_numpy(np.ascontiguousarray(slots_N)), :3] = now_3N.T
 
-        out_K3N = chosen_3T.new_full((max(counts), len(chosen_3T), len(running)), float("nan"))
+        out_K3N = np.full((max(counts), len(known_3T), len(running)), np.nan)
         for column, (start, count) in enumerate(zip(starts, counts)):
-            out_K3N[:count, :, column] = chosen_3T[:, start : start + count].T
-        return out_K3N, counts
+            out_K3N[:count, :, column] = known_3T[:, start : start + count].T
+        return torch.from_numpy(out_K3N), counts
 
     def graph_step(self, slots_B: Tensor, length: int, needs: Needs) -> Tensor:
         """A step as a graph holds it, all on the device: samples that have ended stand still, on padding
@@ -253,10 +261,6 @@ class Runner:
 
     # ---- sampling
 
-    def _controls(self, slots_B: Tensor, positions_B: Tensor, needs: Needs) -> Controls:
-        temperature_B, top_p_B, min_p_B = self.options_S3[slots_B].T.contiguous()
-        return Controls(self.key_S[slots_B], positions_B, temperature_B, top_p_B, min_p_B, needs)
-
     @staticmethod
     def _chosen(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
         """The next token of every row: [3, B], with needs.top the rows of `likeliest` below."""
@@ -265,7 +269,9 @@ class Runner:
 
     def _choose(self, logits_BV: Tensor, slots_B: Tensor, needs: Needs, banned: Tensor) -> Tensor:
         """The next token of every row as `_chosen`, remembered as the slot's last."""
-        controls = self._controls(slots_B, self.position_S[slots_B], needs)
+        temperature_B, top_p_B, min_p_B = self.options_S3[slots_B].T.contiguous()
+        keys_B, positions_B = self.key_S[slots_B], self.position_S[slots_B]
+        controls = Controls(keys_B, positions_B, temperature_B, top_p_B, min_p_B, needs)
         chosen = self._chosen(logits_BV, controls, banned)
         self.last_S[slots_B] = chosen[0].long()
         self.position_S[slots_B] += 1

@@ -19,7 +19,6 @@ import torch
 from pydantic import NonNegativeFloat, PositiveInt
 
 from earlyfusion.data.options import Options, verb
-from earlyfusion.data.tasks.problem import Form
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
@@ -34,9 +33,9 @@ from earlyfusion.model.engine.requests import (
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.bench.engine import GROUP, our_model
-from earlyfusion.pipeline.bench.frame import Result, alternate, compared, save_record
-from earlyfusion.pipeline.config.compose import load_config, validate
+from earlyfusion.pipeline.bench.engine import our_model
+from earlyfusion.pipeline.bench.frame import alternate, compared, save_record
+from earlyfusion.pipeline.config.compose import compose, load_config, validate
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.runtime import keep_freed_memory
 from earlyfusion.rl.fleet.fleet import Fleet, Local
@@ -310,14 +309,12 @@ def rollouts(options: RolloutsOptions) -> None:
 class DraftsOptions(Options):
     model: str = "embedded:orchestrator"
     """model directory, or embedded:NAME"""
-    tasks: str = "collection"
-    """tasks whose prompts are answered, between commas"""
-    form: Form = "picture"
-    """form of the prompts"""
+    recipe: str = "orchestrator"
+    """recipe of reinforcement learning whose first prompts are answered"""
     groups: PositiveInt = 8
     """prompts"""
-    sizes: str = "1,2,4,8,16,32"
-    """answers at once: those of one group up to GROUP, of several beyond"""
+    sizes: str = "1,2,4,8,16"
+    """answers to a prompt, all at once"""
     temperature: NonNegativeFloat = 1.0
     """of the answers"""
     tokens: PositiveInt = 256
@@ -329,11 +326,29 @@ class DraftsOptions(Options):
 
 
 def draft_prompts(model: NativeFusion, tokenizer: Tokenizer, options: DraftsOptions) -> list[Prompt]:
-    """What the tasks ask first."""
-    names = [name.strip() for name in options.tasks.split(",")]
-    config = validate({"tasks": [{"name": name, "form": options.form} for name in names]}, RLConfig)
+    """What the recipe's tasks ask first."""
+    config = validate(compose([options.recipe]), RLConfig)
     pool = PromptPool(config, tokenizer, model.config.vision)
     return [prompt.encoded for prompt in pool.draw(options.groups, 0, slice(None), lambda table: table)]
+
+
+def in_turn(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
+    """Seconds of decoding of each engine, which take their steps in turn: a machine's pace changes from
+    second to second, and both meet the same."""
+    spent = dict.fromkeys(engines, 0.0)
+    for request in requests:
+        for engine in engines.values():
+            engine.submit(request)
+            # Prompts are read the same way by all.
+            while engine.scheduler.waiting or engine.scheduler.reading:
+                engine.step()
+        while any(engine.has_work for engine in engines.values()):
+            for side, engine in engines.items():
+                begun = time.perf_counter()
+                if engine.has_work:
+                    engine.step()
+                    spent[side] += time.perf_counter() - begun
+    return spent
 
 
 @verb
@@ -342,45 +357,29 @@ def drafts(options: DraftsOptions) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     folder = model_folder(options.model)
-    model, tokenizer = load_model(folder).eval(), Tokenizer.load(folder)
+    # As in a run: the compiled engine takes float32.
+    model, tokenizer = load_model(folder, dtype=torch.float32).eval(), Tokenizer.load(folder)
     prompts = draft_prompts(model, tokenizer, options)
     parts: Record = {}
     for size in [int(text) for text in options.sizes.split(",")]:
-        each = min(size, GROUP)
-        params = SamplingParams(options.tokens, options.temperature, n=each, logprobs=True)
+        params = SamplingParams(options.tokens, options.temperature, n=size, logprobs=True)
         requests = [Request(str(i), prompt, params, pieces=False) for i, prompt in enumerate(prompts)]
         longest = max(len(prompt.ids) for prompt in prompts) + options.tokens
-        engines = {}
-        for side in ("drafts", "plain"):
-            pages = size * (-(-longest // PAGE) + 2)
-            engines[side] = Engine(
-                model, tokenizer, max_slots=size, page_size=PAGE, max_pages=pages, speculate=side == "drafts"
-            )
-            # Once for what is only slow at first: the odds and the costs of a run that has been going for
-            # long.
-            written = engines[side].generate(requests)
-
-        def run(
-            side: str, engines: dict[str, Engine] = engines, requests: list[Request] = requests
-        ) -> Result:
-            engine = engines[side]
-            before, started = engine.stats(), time.perf_counter()
-            done = engine.generate(requests)
-            seconds, after = time.perf_counter() - started, engine.stats()
-            tokens = sum(len(one.ids) for one in done)
-            found = {"tokens/s": tokens / seconds}
-            for name in ("drafted_tokens", "accepted_drafts"):
-                found[name] = (
-                    (after.get(name, 0) - before.get(name, 0)) / tokens if side == "drafts" else float("nan")
-                )
-            return found
-
-        same = [one.ids for one in written] == [one.ids for one in engines["drafts"].generate(requests)]
-        columns = compared(alternate(("drafts", "plain"), options.rounds, run))
-        parts[f"{size} at once"] = columns["drafts"] | {
-            "plain tokens/s": columns["plain"]["tokens/s"],
-            "ratio": columns["drafts / plain"]["tokens/s"],
-            "same tokens": same,
+        pages = size * (-(-longest // PAGE) + 2)
+        engines = {
+            side: Engine(model, tokenizer, max_slots=size, page_size=PAGE, max_pages=pages, speculate=on)
+            for side, on in (("drafts", True), ("plain", False))
         }
+        # Once for what is only slow at first: the odds and the costs of a run that has been going for long.
+        written = [[done.ids for done in engine.generate(requests)] for engine in engines.values()]
+        tokens, before = sum(map(len, written[0])), engines["drafts"].stats()
+        rounds = [in_turn(engines, requests) for _ in range(options.rounds)]
+        after = engines["drafts"].stats()
+        row: Record = {"ratio": statistics.median(one["plain"] / one["drafts"] for one in rounds)}
+        for side in engines:
+            row[f"{side}: tokens/s"] = tokens / statistics.median(one[side] for one in rounds)
+        for name in ("drafted_tokens", "accepted_drafts"):
+            row[f"{name}/token"] = (after[name] - before[name]) / (tokens * options.rounds)
+        parts[f"{size} at once"] = row | {"same tokens": written[0] == written[1]}
     show(f"answers of {options.model} with drafts of siblings", parts)
     save_record(options.out, options.model_dump(mode="json"), **parts)
