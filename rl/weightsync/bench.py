@@ -24,7 +24,7 @@ from earlyfusion.pipeline.figures import show
 from earlyfusion.rl.weightsync.layout import Slice, manifest_of, pack
 from earlyfusion.rl.weightsync.publish import Link, publish
 from earlyfusion.rl.weightsync.replica import Replica
-from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, Rail, Receiver, TcpRail
+from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, GlooRail, Rail, Receiver, TcpRail
 
 LOOKED_AT = 64
 """Places of the weights that a reading compares."""
@@ -97,9 +97,11 @@ class Trainer:
             "tcp": TcpRail(address),
             "tcp 2": self.hanging,
             "file": FileRail(address, folder, "file", most),
+            "gloo": GlooRail(address),
         }
         self.links = {name: Link(address, [rail], slice_bytes=most) for name, rail in self.rails.items()}
-        self.links["four rails"] = Link(address, list(self.rails.values()), slice_bytes=most)
+        four = [rail for name, rail in self.rails.items() if name != "gloo"]
+        self.links["four rails"] = Link(address, four, slice_bytes=most)
 
     def send(self, side: str) -> tuple[float, Any]:
         """The next version; seconds until it is read, and what sending took."""

@@ -4,6 +4,7 @@
     rail = TcpRail(receiver.address)                the trainer's: put(version, Slice, bytes)
     rail = FileRail(receiver.address, folder)       one host: bytes through a file that both map; in
                                                     MEMORY through shared memory
+    rail = GlooRail(receiver.address)               to any host: bytes through torch.distributed
 
 Rails differ in how the bytes go; all of them tell the receiver over a connection of their own, which answers
 once it has compared the checksum and put the slice in its place. A rail takes one slice at a time. Whoever
@@ -21,9 +22,14 @@ import struct
 import threading
 import zlib
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
+
+from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import Record
 from earlyfusion.rl.weightsync.layout import Slice, SyncError, manifest_from
 from earlyfusion.rl.weightsync.replica import Replica
@@ -133,7 +139,10 @@ class Receiver:
     def _serve(self, connection: socket.socket) -> None:
         self._open.add(connection)
         # What a sender does wrong ends its own connection, and nothing else.
-        with suppress(OSError, SyncError, LookupError, ValueError, TypeError, AttributeError), connection:
+        with (
+            suppress(OSError, SyncError, RuntimeError, LookupError, ValueError, TypeError, AttributeError),
+            connection,
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(LIMIT_S)
             hello = read_message(connection)
@@ -149,10 +158,12 @@ class Receiver:
                 self._take(connection, source)
         self._open.discard(connection)
 
-    def _source(self, hello: Record) -> "Inline | Mapped | None":
+    def _source(self, hello: Record) -> "Inline | Mapped | Gloo | None":
         kind = hello.get("rail")
         if kind is None:
             return None
+        if kind == "gloo":
+            return Gloo(str(hello["host"]), int(hello["port"]), str(hello["group"]))
         return Inline() if kind == "tcp" else Mapped(Path(str(hello["place"])))
 
     def _talk(self, connection: socket.socket) -> None:
@@ -172,7 +183,7 @@ class Receiver:
                 told = {"error": str(error)}
             write_message(connection, told)
 
-    def _take(self, connection: socket.socket, source: "Inline | Mapped") -> None:
+    def _take(self, connection: socket.socket, source: "Inline | Mapped | Gloo") -> None:
         """Slices of a rail, one after the other."""
         head = bytearray(HEADER.size)
         try:
@@ -228,6 +239,40 @@ class Mapped:
     def close(self) -> None:
         """Give the file back."""
         self.map.close()
+
+
+class Gloo:
+    """Slices through a process group of torch.distributed, of the two sides alone."""
+
+    def __init__(self, host: str, port: int, group: str) -> None:
+        self.host, self.port, self.name = host, port, group
+        self.group: Any = None
+        self.room = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, connection: socket.socket, size: int) -> memoryview:
+        """The bytes of a slice."""
+        if size > MOST_MESSAGE:
+            raise SyncError(f"a slice of {size:,} bytes; at most {MOST_MESSAGE:,}")
+        # Both sides come here for the first slice: a group is made by both at once.
+        if self.group is None:
+            store = dist.TCPStore(self.host, self.port, None, False, timedelta(seconds=LIMIT_S))
+            self.group = pair_of(store, self.name, 1)
+        if len(self.room) < size:
+            self.room = torch.empty(size, dtype=torch.uint8)
+        part = self.room[:size]
+        self.group.recv([part], 0, 0).wait()
+        whole: Any = part.numpy()
+        return memoryview(whole)
+
+    def close(self) -> None:
+        """The group ends with the object."""
+        self.group = None
+
+
+def pair_of(store: Any, name: str, rank: int) -> Any:
+    """A group of two that nobody else is in, whatever groups the processes have for themselves."""
+    made = dist.ProcessGroupGloo
+    return made(dist.PrefixStore(name, store), rank, 2, timedelta(seconds=LIMIT_S))
 
 
 # ---- the trainer's side
@@ -308,3 +353,37 @@ class FileRail(TcpRail):
         self.disconnect()
         self.map.close()
         self.path.unlink(missing_ok=True)
+
+
+class GlooRail(TcpRail):
+    """Bytes through torch.distributed's gloo. host: of this side, as the receiver reaches it."""
+
+    kind = "gloo"
+
+    def __init__(self, address: Address, name: str = "gloo", host: str = "127.0.0.1") -> None:
+        super().__init__(address, name)
+        self.host = host
+        self.store = dist.TCPStore(host, 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+        self.group: Any = None
+        self.label = ""
+
+    def about(self) -> Record:
+        """See TcpRail."""
+        # A new connection is a new group: what was under way in the old one belongs to nobody.
+        self.label, self.group = secrets.token_hex(8), None
+        return {"rail": self.kind, "host": self.host, "port": self.store.port, "group": self.label}
+
+    def bring(self, connection: socket.socket, head: bytes, data: memoryview) -> None:
+        """See TcpRail."""
+        connection.sendall(head)
+        try:
+            if self.group is None:
+                self.group = pair_of(self.store, self.label, 0)
+            self.group.send([torch.frombuffer(data, dtype=torch.uint8)], 1, 0).wait()
+        except RuntimeError as error:  # what torch raises for whatever goes wrong there
+            raise SyncError(one_line(error, 120)) from None
+
+    def disconnect(self) -> None:
+        """See TcpRail."""
+        super().disconnect()
+        self.group = None

@@ -22,7 +22,7 @@ from earlyfusion.rl.weightsync.layout import (
 from earlyfusion.rl.weightsync.publish import Link, publish
 from earlyfusion.rl.weightsync.replica import Replica
 from earlyfusion.rl.weightsync.spray import Sprayer
-from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, Receiver, TcpRail, connect
+from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, GlooRail, Receiver, TcpRail, connect
 
 SLICE = 4096
 
@@ -58,6 +58,7 @@ def rails_of(receiver, tmp_path):
         TcpRail(receiver.address),
         FileRail(receiver.address, MEMORY, "memory", SLICE),
         FileRail(receiver.address, tmp_path, "file", SLICE),
+        GlooRail(receiver.address),
     ]
 
 
@@ -96,7 +97,7 @@ def test_a_manifest_from_outside_is_not_believed(change):
         manifest_from({**record, **change})
 
 
-@pytest.mark.parametrize("kind", ["tcp", "memory", "file", "all"])
+@pytest.mark.parametrize("kind", ["tcp", "memory", "file", "gloo", "all"])
 def test_every_rail_brings_every_bit(engine, tmp_path, kind):
     replica, receiver = engine
     every = rails_of(receiver, tmp_path)
