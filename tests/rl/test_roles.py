@@ -1,0 +1,75 @@
+"""Engines in processes of their own: the run of one process, bit for bit where all answers are waited for; answers of
+older weights, none lost and none twice, where they are not."""
+
+from collections import Counter
+
+import pytest
+from rl_cases import model_directory, run, training
+from tiny_run import assert_same, numbers
+
+from earlyfusion.rl.recipe import RLConfig
+
+pytestmark = pytest.mark.usefixtures("rewards_called_here")
+STEADY = {"temperature": {"start": 1.0, "end": 1.0}, "eval": {"problems": 0}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("start"))
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_its_engines_is_that_of_one_process(folder, tmp_path):
+    assert run(folder, tmp_path / "one", **STEADY) == 0
+    roles = {"engines": 2, "policy": "divided", "chunk": 2}
+    assert run(folder, tmp_path / "three", roles=roles, **STEADY) == 0
+    assert_same(tmp_path / "one", tmp_path / "three")
+
+
+@pytest.mark.slow
+def test_engines_that_go_on_meanwhile_lose_nothing_and_a_stopped_run_goes_on(folder, tmp_path):
+    """Two iterations ahead: every prompt that is drawn is trained once or still under way, its tokens tell which
+    weights drew them, and what is under way goes through a checkpoint."""
+    changes = {**STEADY, "roles": {"engines": 1, "ahead": 2, "chunk": 3}, "stale": {"max_lag": 3}}
+    assert run(folder, tmp_path / "run", **{**changes, "run": {"steps": 3}}) == 0
+    assert run(folder, tmp_path / "run", resume=True, **changes) == 0
+    records = numbers(tmp_path / "run")
+    assert all(record["answers"] == records[0]["answers"] > 0 for record in records)
+    assert records[0]["staleness"] == 0 and max(record["staleness"] for record in records) >= 1
+
+    made = training(folder, tmp_path / "by hand", **changes)
+    try:
+        seen: Counter[str] = Counter()
+        for update in range(4):
+            made.update = update
+            made.refresh_engine()
+            groups = made.collector.collect(update, 1.0, made.config.rollout.prompts)
+            assert len(groups) == made.config.rollout.prompts
+            assert len(made.collector.flying) == 2 * made.config.rollout.prompts
+            for group in groups:
+                assert len(group.trajectories) == made.config.rollout.group_size
+                versions = {v for answer in group.trajectories for v in answer.completion.versions}
+                assert max(versions) <= update and min(versions) >= update - 3
+                seen[str(group.prompt.ids)] += 1
+            if update == 1:
+                # Through a checkpoint and back: paused for it, and going on.
+                state = made.collector.state_dict()
+                assert len(state) == len(made.collector.flying)
+        assert set(seen.values()) == {1}
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"roles": {"ahead": 1}}, "without roles.engines"),
+        ({"roles": {"engines": 1, "ahead": 1}, "rollout": {"token_cap": 4}}, "answers of one message"),
+        ({"roles": {"engines": 1, "ahead": 1}, "temperature": {"start": 1.5, "updates": 3}}, "temperature"),
+        ({"roles": {"engines": 1, "policy": "oracle"}}, "knows lengths beforehand"),
+        ({"roles": {"engines": 1, "policy": "first"}}, "policy"),
+    ],
+)
+def test_roles_that_cannot_work_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        RLConfig.model_validate({"tasks": [{"name": "counting"}], **changes})
