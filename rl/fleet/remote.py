@@ -178,7 +178,9 @@ def serve(options: Record, told: Any) -> None:
         return
     pools = engine.pools
     room = Room(given.max_slots, pools.num_pages * pools.page_size, pools.page_size)
-    wire.send({"slots": room.slots, "tokens": room.tokens, "page": room.page})
+    # What it holds in half precision need not travel in full.
+    halves = [name for name, weight in model.state_dict().items() if weight.dtype == torch.bfloat16]
+    wire.send({"room": [room.slots, room.tokens, room.page], "halves": halves})
     with suppress(OSError):
         while True:
             # Messages first: a part that waits in the socket could join this step.
@@ -256,8 +258,9 @@ class Remote:
         self.wire = Wire(socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S))
         self.wire.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wire.send({"token": address.token})
-        room, _, _ = self.wire.read()
-        self.room = Room(**room)
+        told, _, _ = self.wire.read()
+        self.room = Room(*told["room"])
+        self.dtypes = dict.fromkeys(told["halves"], torch.bfloat16)
         # Shared memory where there is such a thing; the socket for what goes wrong there.
         rails: list[Rail] = [TcpRail(address)]
         if folder.is_dir():
@@ -297,7 +300,7 @@ class Remote:
     def publish(remotes: Sequence[Remote], weights: Mapping[str, Tensor], version: int) -> dict[int, str]:
         """See Instance. Packed one tensor after the other (shards are put together here), sent to all at
         once, and read once all have everything."""
-        manifest = manifest_of(weights, version)
+        manifest = manifest_of(weights, version, remotes[0].dtypes)
         # The whole version, once for all engines.
         buffer = bytearray(manifest.size)
 

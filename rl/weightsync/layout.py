@@ -62,12 +62,17 @@ class Manifest:
         return [Slice(at, min(size, self.size - at)) for at in range(0, self.size, size)]
 
 
-def manifest_of(weights: Mapping[str, Tensor], version: int, dtype: torch.dtype | None = None) -> Manifest:
-    """Where every tensor stands. dtype: what floating-point weights are cast to on the way; None keeps each.
-    Of sharded weights the whole shape counts."""
+def manifest_of(
+    weights: Mapping[str, Tensor],
+    version: int,
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+) -> Manifest:
+    """Where every tensor stands. dtype: what floating-point weights are cast to on the way, all or by name;
+    None keeps each. Of sharded weights the whole shape counts."""
     entries, offset = [], 0
     for name, weight in weights.items():
-        kind = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
+        wanted = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+        kind = wanted if wanted is not None and weight.is_floating_point() else weight.dtype
         size = math.prod(weight.shape) * kind.itemsize
         entries.append(Entry(name, str(kind).removeprefix("torch."), tuple(weight.shape), offset, size))
         offset += -(-size // ALIGN) * ALIGN

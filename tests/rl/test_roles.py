@@ -1,5 +1,5 @@
-"""Engines in processes of their own: the run of one process, bit for bit where all answers are waited for; answers of
-older weights, none lost and none twice, where they are not."""
+"""Engines in processes of their own: the run of one process, bit for bit where all answers are waited for;
+answers of older weights, none lost and none twice, where they are not."""
 
 from collections import Counter
 
@@ -28,8 +28,8 @@ def test_a_run_that_waits_for_its_engines_is_that_of_one_process(folder, tmp_pat
 
 @pytest.mark.slow
 def test_engines_that_go_on_meanwhile_lose_nothing_and_a_stopped_run_goes_on(folder, tmp_path):
-    """Two iterations ahead: every prompt that is drawn is trained once or still under way, its tokens tell which
-    weights drew them, and what is under way goes through a checkpoint."""
+    """Two iterations ahead: every prompt that is drawn is trained once or still under way, its tokens tell
+    which weights drew them, and what is under way goes through a checkpoint."""
     changes = {**STEADY, "roles": {"engines": 1, "ahead": 2, "chunk": 3}, "stale": {"max_lag": 3}}
     assert run(folder, tmp_path / "run", **{**changes, "run": {"steps": 3}}) == 0
     assert run(folder, tmp_path / "run", resume=True, **changes) == 0
