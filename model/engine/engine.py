@@ -415,8 +415,9 @@ class Engine:
             before = by_index[sample.index]
             for name in WRITTEN:
                 setattr(sample, name, list(getattr(before, name)))
-            for token in sample.ids:
-                sample.stream.push([token])
+            # Token by token only where a string may end the text between two of them.
+            for piece in [[one] for one in sample.ids] if sample.stream.stop else [sample.ids]:
+                sample.stream.push(piece)
             if before.state:
                 self._keep_state(sample, before)
         self.scheduler.submit(state)

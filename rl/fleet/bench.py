@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
@@ -47,6 +47,8 @@ from earlyfusion.rl.rollouts.prompts import PromptPool
 PAGE = 16
 ROWS = (1, 2, 4, 8, 12, 16)
 """Answers at once in the steps that are measured."""
+PARTS = 4
+"""Lengths at which steps are measured."""
 SEER = StepTime(first=0.010, row=5e-5, held=9.3e-9, read=2e-5)
 """A guess at an H800 with Moonlight's 16B-A3B in bfloat16: 32 GB of weights at 3.35 TB/s, 31 kB of latents a
 token at the same rate, and a twentieth of a millisecond an answer. Not measured."""
@@ -63,13 +65,13 @@ class RolloutsOptions(Options):
     """answers at once on an engine"""
     room: NonNegativeFloat = 0.5
     """an engine's cache, as a share of what the longest answers in all slots would take"""
-    groups: PositiveInt = 48
+    groups: PositiveInt = 96
     """groups of answers"""
     size: PositiveInt = 8
     """answers of a group"""
     mean: PositiveInt = 100
     """mean tokens of an answer"""
-    limit: PositiveInt = 1000
+    limit: PositiveInt = 400
     """most tokens of an answer"""
     correlation: NonNegativeFloat = 0.8
     """of log-lengths within a group"""
@@ -172,35 +174,38 @@ def new_engine(model: NativeFusion, options: RolloutsOptions) -> Engine:
     return Engine(model, None, max_slots=options.slots, page_size=PAGE, max_pages=held)
 
 
-def measure_steps(engine: Engine, options: RolloutsOptions) -> StepTime:
-    """What a step of an engine takes, from steps of several sizes and lengths, and what a state's move
-    takes."""
+def measure_steps(engines: Sequence[Engine], options: RolloutsOptions) -> StepTime:
+    """What a step of an engine takes, from steps of several sizes and lengths, and what a state's move takes.
+    The engines take turns, as they will: each has weights of its own to bring back into the processor's
+    memory."""
     measured: list[tuple[int, int, float]] = []
-    read, moved = [], []
-    for rows in [rows for rows in ROWS if rows <= options.slots]:
-        handles = requests_of([[1] * 1] * rows, options.limit, options.prompt)
+    read, moved = list[float](), list[float]()
+
+    def timed(work: Callable[[], object]) -> float:
         begun = time.perf_counter()
-        for request in handles:
-            engine.submit(request)
-        engine.step()
-        read.append((time.perf_counter() - begun) / (rows * options.prompt))
-        steps = min(options.limit - 2, 4 * options.mean)
+        work()
+        return time.perf_counter() - begun
+
+    steps = min(options.limit - 2, 4 * options.mean)
+    for rows in [rows for rows in ROWS if rows <= options.slots]:
+        requests = requests_of([[1]] * rows, options.limit, options.prompt)
+        for engine in engines:
+            for request in requests:
+                engine.submit(request)
+            read.append(timed(engine.step) / (rows * options.prompt))
         # At several lengths: attention reads all that is held.
-        for first in range(0, steps, steps // 4):
-            taken = []
-            for _ in range(steps // 4):
+        for part in range(PARTS):
+            taken = [timed(engine.step) for _ in range(steps // PARTS) for engine in engines]
+            held = rows * (options.prompt + (2 * part + 1) * steps // (2 * PARTS))
+            measured.append((rows, held, statistics.median(taken)))
+        for engine in engines:
+            for request in requests:
                 begun = time.perf_counter()
-                engine.step()
-                taken.append(time.perf_counter() - begun)
-            measured.append((rows, rows * (options.prompt + first + steps // 8), statistics.median(taken)))
-        for request in handles:
-            begun = time.perf_counter()
-            paused = engine.pause(request.id)
-            engine.resume(paused)
-            engine.begin()
-            moved.append(time.perf_counter() - begun)
-            engine.cancel(request.id)
-        engine.step()
+                engine.resume(engine.pause(request.id))
+                engine.begin()
+                moved.append(time.perf_counter() - begun)
+                engine.cancel(request.id)
+            engine.step()
     return StepTime.fit(measured, read=statistics.median(read), move=statistics.median(moved))
 
 
@@ -276,7 +281,7 @@ def rollouts(options: RolloutsOptions) -> None:
     torch.set_num_threads(1)
     model = our_model(load_config(["nano"]).model.model_dump(mode="json"), torch.device("cpu"))
     engines = [new_engine(model, options) for _ in range(options.engines)]
-    cost, room = measure_steps(engines[0], options), Local(engines[0]).room
+    cost, room = measure_steps(engines, options), Local(engines[0]).room
     lengths = heavy_tailed(
         options.groups, options.size, options.mean, options.limit, options.correlation, seed=0
     )
