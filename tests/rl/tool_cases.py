@@ -76,6 +76,8 @@ def hold(engine: Any) -> dict[str, Among]:
     """Requests whose ids are put into the returned dictionary may only say what is allowed there."""
     allowed: dict[str, Among] = {}
     free = engine.runner.banned_for
+    # What is allowed changes with every token here, and drafts ask about several at once.
+    engine.drafts = None
 
     def banned_for(samples, total):
         common, mask = (
