@@ -106,38 +106,31 @@ def build_engine(
     longest = (rollout.max_prompt_tokens or 1024) + config.longest_answer
     share = math.ceil(rollout.prompts / runtime.world)
     slots = min(rollout.slots, share * rollout.group_size)
-    if roles.engines:
+    # With several engines answers are dealt to them, and may share the last page of their prompt.
+    several = roles.engines > 0
+    if several:
         slots = min(slots, math.ceil(share * (1 + roles.ahead) * rollout.group_size / roles.engines))
-        options = EngineOptions(
-            str(folder),
-            dtype=str(dtype).removeprefix("torch."),
-            max_slots=slots,
-            page_size=PAGE,
-            max_pages=slots * (math.ceil(longest / PAGE) + 2),
-            prefill_chunk=rollout.prefill_chunk,
-            image_cache=4 * share,
-            run_ahead=1 if config.watched else RUN_AHEAD,
-        )
-        waiting = (4 * share + 1024) * rollout.group_size
-        return Fleet(
-            engines_beside(options, roles.engines, runtime), roles.policy, roles.chunk, waiting, tokenizer
-        )
+    about: Record = {
+        "max_slots": slots,
+        "page_size": PAGE,
+        "max_pages": slots * (math.ceil(longest / PAGE) + 1 + several),
+        "prefill_chunk": rollout.prefill_chunk,
+        "max_waiting": 4 * share + 1024,
+        "image_cache": 4 * share,
+        # Answers that may be ended or paused are looked at after every token.
+        "run_ahead": 1 if config.watched else RUN_AHEAD,
+        "speculate": True,
+    }
+    if several:
+        told = str(dtype).removeprefix("torch.")
+        options = EngineOptions(str(folder), dtype=told, threads=config.train.threads, engine=about)
+        engines = engines_beside(options, roles.engines, runtime)
+        waiting = about["max_waiting"] * rollout.group_size
+        return Fleet(engines, roles.policy, roles.chunk, waiting, tokenizer)
     # A copy is loaded and not cast: the trained model keeps its fp32 weights, or its shards of them.
     if rollout.dtype == "bfloat16" or runtime.layout.sharded:
         model = load_model(folder, runtime.device, dtype)
-    return Engine(
-        model,
-        tokenizer,
-        max_slots=slots,
-        page_size=PAGE,
-        max_pages=slots * (math.ceil(longest / PAGE) + 1),
-        prefill_chunk=rollout.prefill_chunk,
-        max_waiting=4 * share + 1024,
-        image_cache=4 * share,
-        # Answers that may be ended or paused are looked at after every token.
-        run_ahead=1 if config.watched else RUN_AHEAD,
-        speculate=True,
-    )
+    return Engine(model, tokenizer, **about)
 
 
 def engines_beside(options: EngineOptions, count: int, runtime: Runtime) -> list[Remote]:
@@ -305,8 +298,11 @@ class Reinforcement:
             return action()
         except Interrupted:
             self.prompts.load_state_dict(prompts)
-            # What programs did is not undone: it happened, and "tools/" counts what happened.
-            self.collector.carried, self.rewards.counts = carried, counts
+            # What programs did is not undone: it happened, and "tools/" counts what happened. Engines that
+            # went on ahead have written more since; what there is of it was taken out.
+            if not self.config.roles.ahead:
+                self.collector.carried = carried
+            self.rewards.counts = counts
             return None
 
     def iterate(self) -> Record:

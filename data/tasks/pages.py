@@ -191,8 +191,7 @@ class Pages(Task):
         picture = self._picture(row["file"])
         if clip:
             opened = self._picture(row["opened"]) if "opened" in row else None
-            # From the first moment, as `website record` makes them: the four frames of an item show one
-            # place.
+            # From the first moment, as `website record` does: the four frames of an item show one place.
             seen = frames(picture, opened, FPS)
             shown: Image | Video = Video(seen, [number / FPS for number in range(len(seen))])
         else:

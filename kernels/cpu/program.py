@@ -419,7 +419,6 @@ class Program:
     def keep_drafts(self, step: Step, starts: Sequence[int]) -> None:
         """Before `run`: sequences of several rows may be rewound after it. What that takes, the state before
         and every token's part in the recurrence, is kept in memory of the step's own."""
-        layers = [op for op in self.operations if isinstance(op, Kda)]
         rows_N = np.diff(starts)
         several_T = np.repeat(rows_N > 1, rows_N)
         count, drafted = int(several_T.sum()), int((rows_N > 1).sum())
@@ -427,11 +426,11 @@ class Program:
         saves = np.full(starts[-1], -1)
         saves[np.array(starts[:-1])[rows_N > 1]] = np.arange(drafted)
         drafts_T, saves_T = torch.from_numpy(drafts), torch.from_numpy(saves)
-        # As kda.h lays it out; all KDA layers are of one size.
-        size = 0
-        for op in layers[:1]:
-            channels = op.heads * op.dim
-            size = drafted * channels * (op.dim + 3 * op.taps) + count * (4 * channels + op.heads)
+        # As kda.h lays it out; all KDA layers are of one size, and there may be none.
+        layers, size = [op for op in self.operations if isinstance(op, Kda)], 0
+        if layers:
+            heads, dim, taps = layers[0].heads, layers[0].dim, layers[0].taps
+            size = drafted * heads * dim * (dim + 3 * taps) + count * heads * (4 * dim + 1)
         kept = torch.empty(max(1, len(layers) * size))
         step.drafts, step.saves, step.kept = drafts_T.data_ptr(), saves_T.data_ptr(), kept.data_ptr()
         step.kept_step, step.drafted = size, drafted

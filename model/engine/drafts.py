@@ -9,8 +9,8 @@ the sample and the position (`requests.choose`), so what is written is the same 
 drafts: greedy or drawn, the acceptance is that of exact rejection with a draft of one point.
 
 A draft is as long as it pays: seconds of a step as a line over its rows, and the odds that such a draft was
-right, are measured as the engine runs. Where the drafts of a while did not pay for themselves, the engine
-goes without them, longer every time.
+right, are measured as the engine runs. So is whether drafts pay at all, in batches of every size: where they
+do not, the engine goes without them but for a short look now and then.
 """
 
 from __future__ import annotations

@@ -222,8 +222,7 @@ class Runner:
         rows = [sample for sample, draft in zip(running, drafts) for _ in range(1 + len(draft))]
         chosen_3T = self._chosen(self.compiled.logits(hidden_TD), controls, self.banned_for(rows, len(ids)))
 
-        # A draft was right as far as the choice before each of its tokens says so; the choice after those is
-        # new.
+        # A draft was right as far as the choices before its tokens say so; the choice after those is new.
         known_3T = chosen_3T.numpy()
         chosen, counts = known_3T[0].tolist(), list[int]()
         for start, draft in zip(starts, drafts):

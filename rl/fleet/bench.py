@@ -4,7 +4,7 @@ are simulated; `bench drafts`: tokens of siblings proposed, beside none.
 Real engines take turns in this process, each on a clock of its own that its steps and its moves of states
 advance: what they compute is real, that they do it side by side is not. Lengths are drawn beforehand,
 log-normal with a correlation within groups; no engine and no scheduler knows them. The simulator is given
-what was measured of one engine's steps, and its error against the real clocks stands beside it. Then,
+what was measured of the engines' steps, and its error against the real clocks stands beside it. Then,
 simulated alone: how the gain over whole answers goes with correlation, group size and cache, and the
 conditions of Seer's table 3 for Moonlight on 64 engines.
 """
@@ -209,20 +209,14 @@ def measure_steps(engines: Sequence[Engine], options: RolloutsOptions) -> StepTi
     return StepTime.fit(measured, read=statistics.median(read), move=statistics.median(moved))
 
 
-def figures(found: Found, base: Found | None = None) -> dict[str, float]:
+def figures(found: Found) -> dict[str, float]:
     """Rows of a table."""
-    rows = {
+    return {
         "seconds": found.seconds,
         "tail s": found.tail,
         "tokens/s": found.tokens_per_s,
         "idle": found.idle,
     }
-    if base is not None:
-        rows |= {
-            "throughput x": base.seconds / found.seconds,
-            "tail x": found.tail / base.tail if base.tail else 1.0,
-        }
-    return rows
 
 
 def gains(
@@ -292,7 +286,7 @@ def rollouts(options: RolloutsOptions) -> None:
     columns = compared(alternate(policies, options.rounds, run))
     show(f"{options.engines} real engines, each on its clock", columns)
 
-    # The same rollout in the simulator, from one engine's steps alone.
+    # The same rollout in the simulator, from what steps take alone.
     about: Record = {"prompt": options.prompt, "limit": options.limit}
     errors: Record = {}
     for policy in policies.values():

@@ -13,11 +13,12 @@ go on elsewhere from their last export and write the same tokens again, which ar
 
 from __future__ import annotations
 
-import select
+import threading
 import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -48,8 +49,20 @@ class FleetError(UserError):
     """No engine is left; the message says how the last one went."""
 
 
+class PartRefused(RequestError):
+    """An engine does not take a part, and no other would: its prompt cannot be served."""
+
+    def __init__(self, part: str, why: str) -> None:
+        super().__init__(why)
+        self.part = part
+
+
 class Instance(Protocol):
-    """An engine of a fleet. All may raise OSError: it is gone."""
+    """An engine of a fleet. All may raise OSError: it is gone. news: set when something has arrived from
+    another process, one for all of its kind; None: its work is done in `step`."""
+
+    @property
+    def news(self) -> threading.Event | None: ...
 
     @property
     def room(self) -> Room: ...
@@ -73,14 +86,19 @@ class Instance(Protocol):
 class Local:
     """An engine in this process."""
 
+    news: threading.Event | None = None
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         pools, slots = engine.pools, engine.scheduler.max_slots
         self.room = Room(slots, pools.num_pages * pools.page_size, pools.page_size)
 
     def start(self, part: PausedRequest) -> None:
-        """Take a part."""
-        self.engine.resume(part)
+        """Take a part. Raises PartRefused."""
+        try:
+            self.engine.resume(part)
+        except RequestError as error:
+            raise PartRefused(part.request.id, str(error)) from None
 
     def step(self) -> list[Event]:
         """One step, if there is something to do."""
@@ -234,18 +252,24 @@ class Fleet:
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its unfinished answers complete as "cancelled". False: unknown."""
-        for answer in list(self.requests.get(request_id, ())):
+        answers = list(self.requests.get(request_id, ()))
+        for answer in answers:
             self.end_sample(request_id, answer.index)
-        return request_id in self.requests
+        return bool(answers)
 
     def end_sample(self, request_id: str, index: int) -> None:
         """End one answer with what it has, in the next step's events."""
         for answer in self.requests.get(request_id, ()):
             if answer.index != index or answer.ended:
                 continue
-            if answer.part:
-                self.instances[answer.room or 0].end_sample(answer.part, answer.place)
-            else:
+            number = answer.room or 0
+            try:
+                if answer.part:
+                    self.instances[number].end_sample(answer.part, answer.place)
+            except OSError as error:
+                self._gone(number, error)
+            # Nobody writes it, perhaps since a moment.
+            if not answer.part:
                 written = {name: getattr(answer.state, name) for name in WRITTEN}
                 done = Completion(
                     request_id,
@@ -289,9 +313,11 @@ class Fleet:
     def _wait(self) -> None:
         """Until a process says something, where all engines are in others."""
         alive = [one for number, one in enumerate(self.instances) if number not in self.lost]
-        wires = [wire for one in alive if (wire := getattr(one, "wire", None)) is not None]
-        if wires and len(wires) == len(alive):
-            select.select([wire.connection for wire in wires], [], [], WAIT_S)
+        bells = [one.news for one in alive if one.news is not None]
+        if bells and len(bells) == len(alive):
+            bells[0].wait(WAIT_S)
+            # Whoever rings from here on is heard: what has arrived is looked at before the next wait.
+            bells[0].clear()
 
     def turn(self, number: int) -> None:
         """One engine's step."""
@@ -301,6 +327,8 @@ class Fleet:
                     self._take(event)
             except OSError as error:
                 self._gone(number, error)
+            except PartRefused as error:
+                self._refused(error)
 
     def start(self) -> None:
         """Give engines what they have room for."""
@@ -310,6 +338,7 @@ class Fleet:
             assert isinstance(job, Answer)
             key = job.request.id if not job.written and not job.state.state else str(job.name)
             together.setdefault((number, key, tokens), []).append(job)
+        refused: list[PartRefused] = []
         for (number, _, tokens), jobs in together.items():
             if number in self.lost:  # since a moment
                 self.scheduler.lost(number, jobs)
@@ -318,6 +347,22 @@ class Fleet:
                 self.instances[number].start(self._part(jobs, tokens))
             except OSError as error:
                 self._gone(number, error)
+            except PartRefused as error:
+                refused.append(error)
+        # The others have been started: what the scheduler gave out must not be lost.
+        for one in refused:
+            self._refused(one)
+
+    def _refused(self, error: PartRefused) -> None:
+        """Forget the whole request, and say so, once."""
+        jobs = self.parts.get(error.part)
+        if jobs is None:
+            return
+        request_id = jobs[0].request.id
+        for job in self.requests[request_id]:
+            self.parts.pop(job.part, None)
+        self._forget(request_id)
+        raise error
 
     def _part(self, jobs: list[Answer], tokens: int) -> PausedRequest:
         first, request = jobs[0], jobs[0].request
@@ -340,6 +385,9 @@ class Fleet:
         return PausedRequest(whole, samples, [], self.version, first.cached)
 
     def _take(self, event: Event) -> None:
+        # Of a request that was refused elsewhere nothing is wanted any more.
+        if event.request_id not in self.parts:
+            return
         job, done, left = self.parts[event.request_id][event.index], event.completion, event.left
         # After a loss the same tokens come again.
         job.seen += len(event.tokens)
@@ -393,6 +441,9 @@ class Fleet:
         if number in self.lost:
             return
         self.lost[number] = one_line(error, 120) or type(error).__name__
+        # It may hang and not be dead: its process and its files go with it.
+        with suppress(OSError):
+            self.instances[number].close()
         # Every part that ran there; siblings of a part may have ended before.
         jobs = []
         for name, answers in list(self.parts.items()):

@@ -1,24 +1,30 @@
 """An engine in a process of its own, and a fleet's end of it.
 
-    with Process(start_folder, device, options) as process:         starts it, and ends it
-        fleet = Fleet([Remote(process.address)], ...)
+    processes = [Process(EngineOptions(folder)) for _ in range(2)]      they load side by side
+    fleet = Fleet([Remote(process) for process in processes])
+    fleet.close()                                                       ends them
 
 The engine writes without being asked; what became known arrives as messages, each of JSON and bytes of
-safetensors (PausedRequest.to_bytes). Weights come over the rails of rl/weightsync into a replica beside the
-engine, which takes them between two steps. Nothing is pickled, and whoever connects must know the token.
+safetensors (PausedRequest.to_bytes), which a thread of the fleet's side takes in, whatever else is done
+there: an engine never waits for a trainer that trains. Weights come over the rails of rl/weightsync into a
+replica beside the engine, which takes them between two steps. Nothing is pickled, and whoever connects must
+know the token.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import multiprocessing
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +35,7 @@ from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import Record
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import (
+    EngineFull,
     Event,
     PausedRequest,
     Request,
@@ -38,11 +45,21 @@ from earlyfusion.model.engine.requests import (
 )
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.runtime import keep_freed_memory
+from earlyfusion.rl.fleet.fleet import Local, PartRefused
 from earlyfusion.rl.fleet.schedule import Room
 from earlyfusion.rl.weightsync.layout import SyncError, manifest_of, pack
 from earlyfusion.rl.weightsync.publish import Link, publish
 from earlyfusion.rl.weightsync.replica import Replica
-from earlyfusion.rl.weightsync.wire import MEMORY, Address, FileRail, Rail, Receiver, TcpRail
+from earlyfusion.rl.weightsync.wire import (
+    LIMIT_S,
+    MEMORY,
+    Address,
+    FileRail,
+    Rail,
+    Receiver,
+    TcpRail,
+    read_exactly,
+)
 
 HEAD = struct.Struct("!IQQ")
 """Bytes of a message's JSON, and of its two parts."""
@@ -58,7 +75,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        connection.settimeout(ANSWER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Record, facts: bytes = b"", tensors: bytes = b"") -> None:
         """A message."""
@@ -84,12 +101,7 @@ class Wire:
 
     def _exactly(self, size: int) -> bytes:
         room = bytearray(size)
-        view = memoryview(room)
-        while view:
-            count = self.connection.recv_into(view)
-            if not count:
-                raise ConnectionError("the other side has gone")
-            view = view[count:]
+        read_exactly(self.connection, memoryview(room))
         return bytes(room)
 
     def close(self) -> None:
@@ -132,54 +144,33 @@ def event_from(message: Record, facts: bytes, tensors: bytes) -> Event:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine's process needs. folder: model directory; dtype: "float32" or "bfloat16"."""
+    """What an engine's process needs. folder: model directory; dtype: "float32" or "bfloat16"; threads: None
+    for torch's choice; engine: arguments of `Engine` beside model and tokenizer."""
 
     folder: str
     device: str = "cpu"
     dtype: str = "float32"
-    threads: int = 1
-    max_slots: int = 16
-    page_size: int = 16
-    max_pages: int = 1024
-    prefill_chunk: int = 512
-    image_cache: int = 256
-    run_ahead: int = 1
+    threads: int | None = 1
+    engine: Record = field(default_factory=dict)
 
 
 def serve(options: Record, told: Any) -> None:
     """The process: load the model, tell where to connect, and answer until the other side goes."""
     given = EngineOptions(**options)
     keep_freed_memory()
-    torch.set_num_threads(given.threads)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
     model = load_model(Path(given.folder), torch.device(given.device), getattr(torch, given.dtype))
-    engine = Engine(
-        model,
-        Tokenizer.load(Path(given.folder)),
-        max_slots=given.max_slots,
-        page_size=given.page_size,
-        max_pages=given.max_pages,
-        prefill_chunk=given.prefill_chunk,
-        image_cache=given.image_cache,
-        run_ahead=given.run_ahead,
-        speculate=True,
-    )
+    engine = Engine(model, Tokenizer.load(Path(given.folder)), **given.engine)
     # Weights arrive beside the engine's work, in threads of their own.
     replica = Replica()
     weights = Receiver(replica)
     listening = socket.create_server(("127.0.0.1", 0))
     told.send((listening.getsockname()[1], tuple(weights.address)))
-    # One fleet, and nobody else after it.
-    connection, _ = listening.accept()
-    listening.close()
-    wire = Wire(connection)
-    hello, _, _ = wire.read()
-    if hello.get("token") != weights.address.token:
-        wire.close()
-        return
-    pools = engine.pools
-    room = Room(given.max_slots, pools.num_pages * pools.page_size, pools.page_size)
+    wire = the_fleet(listening, weights.address.token)
     # What it holds in half precision need not travel in full.
     halves = [name for name, weight in model.state_dict().items() if weight.dtype == torch.bfloat16]
+    room = Local(engine).room
     wire.send({"room": [room.slots, room.tokens, room.page], "halves": halves})
     with suppress(OSError):
         while True:
@@ -191,13 +182,32 @@ def serve(options: Record, told: Any) -> None:
                 send_event(wire, event, engine.scheduler.version)
 
 
+def the_fleet(listening: socket.socket, token: str) -> Wire:
+    """The one that knows the token; nobody comes after it."""
+    with listening:
+        while True:
+            connection, _ = listening.accept()
+            wire = Wire(connection)
+            connection.settimeout(LIMIT_S)
+            with suppress(OSError):
+                hello, _, _ = wire.read()
+                if hmac.compare_digest(str(hello.get("token")), token):
+                    connection.settimeout(None)
+                    return wire
+            wire.close()
+
+
 def answer(wire: Wire, engine: Engine, replica: Replica) -> None:
     """One message of the fleet."""
     message, facts, tensors = wire.read()
     do = message.get("do")
     # What is damaged raises and ends the process: its fleet sees an engine that is gone.
     if do == "start":
-        engine.resume(PausedRequest.from_bytes(facts, tensors))
+        try:
+            engine.resume(PausedRequest.from_bytes(facts, tensors))
+        except (RequestError, EngineFull) as error:
+            # Whoever asked is told; another engine would refuse it as well.
+            wire.send({"do": "refused", "id": message["id"], "error": str(error)})
     elif do == "end":
         engine.end_sample(message["id"], message["index"])
     elif do == "pause":
@@ -252,11 +262,12 @@ class Process:
 class Remote:
     """A fleet's end of an engine in another process."""
 
+    news = threading.Event()
+
     def __init__(self, process: Process, folder: Path = MEMORY) -> None:
         self.process = process
         port, address = process.ready()
         self.wire = Wire(socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S))
-        self.wire.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wire.send({"token": address.token})
         told, _, _ = self.wire.read()
         self.room = Room(*told["room"])
@@ -266,26 +277,53 @@ class Remote:
         if folder.is_dir():
             rails.insert(0, FileRail(address, folder))
         self.rails, self.link = rails, Link(address, rails)
-        self.arrived: list[Event] = []
+        self.told: list[Event] = []
+        # Read by a thread as it comes; OSError: nothing more will.
+        self.arrived: SimpleQueue[tuple[Record, bytes, bytes] | OSError] = SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            self.wire.connection.settimeout(None)
+            while True:
+                self.arrived.put(self.wire.read())
+                self.news.set()
+        except OSError as error:
+            self.arrived.put(error)
+            self.news.set()
+
+    def _next(self, seconds: float = 0.0) -> tuple[Record, bytes, bytes] | None:
+        """The next message. Raises OSError where there will be none, PartRefused for a part that was
+        refused."""
+        try:
+            found = self.arrived.get(timeout=seconds) if seconds else self.arrived.get_nowait()
+        except Empty:
+            return None
+        if isinstance(found, OSError):
+            self.arrived.put(found)  # for whoever asks again
+            raise found
+        if found[0]["do"] == "refused":
+            raise PartRefused(found[0]["id"], str(found[0]["error"]))
+        return found
 
     def start(self, part: PausedRequest) -> None:
         """See Instance."""
-        self.wire.send({"do": "start"}, *part.to_bytes())
+        self.wire.send({"do": "start", "id": part.request.id}, *part.to_bytes())
 
     def step(self) -> list[Event]:
         """What has arrived."""
-        while self.wire.waits():
-            self.arrived.append(event_from(*self.wire.read()))
-        events, self.arrived = self.arrived, []
+        while (found := self._next()) is not None:
+            self.told.append(event_from(*found))
+        events, self.told = self.told, []
         return events
 
     def _ask(self, expected: str, message: Record) -> tuple[Record, bytes, bytes]:
         self.wire.send(message)
-        while True:
-            told, facts, tensors = self.wire.read()
-            if told["do"] == expected:
-                return told, facts, tensors
-            self.arrived.append(event_from(told, facts, tensors))
+        while (found := self._next(ANSWER_S)) is not None:
+            if found[0]["do"] == expected:
+                return found
+            self.told.append(event_from(*found))
+        raise TimeoutError(f"an engine did not answer in {ANSWER_S:g} s")
 
     def pause(self, request_id: str) -> tuple[PausedRequest | None, list[Event]]:
         """See Instance."""

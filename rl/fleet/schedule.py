@@ -110,6 +110,10 @@ class Together:
                 self.squares += sign * squares
                 self.own += sign * total * total / count
 
+    def forget(self, group: Hashable) -> None:
+        """Nothing more comes of a group; what it said stays."""
+        self.known.pop(group, None)
+
     def correlation(self) -> float | None:
         """None: too few are known."""
         if self.count < ENOUGH or self.groups < 3:
@@ -141,7 +145,7 @@ class Scheduler:
         self.longest: dict[Hashable, int] = {}
         self.together = Together()
         self.weak = False
-        self.moves = self.parts = self.orders = 0  # orders: how often anybody began to wait
+        self.moves = self.parts = self.orders = self.dealt = 0  # orders: how often anybody began to wait
 
     def add(self, job: Job) -> None:
         """An answer that waits. Raises ValueError for one that no engine could ever hold."""
@@ -155,8 +159,14 @@ class Scheduler:
         job.probe = not group
         group.append(job)
         # Dealt when first met, and again where that engine is gone.
-        self.homes.setdefault(job.group, len(self.homes) % len(self.rooms))
+        if job.group not in self.homes:
+            self._deal(job.group)
         self._wait(job)
+
+    def _deal(self, group: Hashable) -> None:
+        alive = [i for i, room in enumerate(self.rooms) if not room.closed] or [0]
+        self.homes[group] = alive[self.dealt % len(alive)]
+        self.dealt += 1
 
     def _wait(self, job: Job, first: bool = False) -> None:
         self.orders += 1
@@ -268,7 +278,13 @@ class Scheduler:
             if id(each) in self.waiting:
                 self._line_up(each)
         if all(each.ended for each in self.groups.get(job.group, ())):
-            self.groups.pop(job.group, None)
+            self._through(job.group)
+
+    def _through(self, group: Hashable) -> None:
+        """Nobody of the group is left: a long run has many groups."""
+        for known in (self.groups, self.homes, self.longest):
+            known.pop(group, None)
+        self.together.forget(group)
 
     def forget(self, jobs: Sequence[Job]) -> None:
         """They are not waited for any more, wherever they are."""
@@ -282,17 +298,15 @@ class Scheduler:
             if rest:
                 self.groups[job.group] = rest
             else:
-                self.groups.pop(job.group, None)
+                self._through(job.group)
 
     def lost(self, number: int, jobs: Sequence[Job]) -> None:
         """An engine is gone; what it wrote since the last export is written again elsewhere."""
         room = self.rooms[number]
         room.closed, room.running, room.held = True, 0, 0
-        alive = [i for i, one in enumerate(self.rooms) if not one.closed]
-        for group, home in self.homes.items():
-            if home == number and alive:
-                self.homes[group] = alive[self.parts % len(alive)]
-                self.parts += 1
+        for group, home in list(self.homes.items()):
+            if home == number:
+                self._deal(group)
         for job in self.waiting.values():
             self._line_up(job)
         for job in jobs:

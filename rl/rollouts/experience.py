@@ -181,7 +181,10 @@ class Collector:
         batch.run(self.due(count, rank) if ahead else None)
         if self.runtime.should_stop():
             # What this call drew is drawn again; what was there before is kept.
-            self.carried = [(batch.prompts[name], batch.taken_out(name)) for name in before if ahead]
+            kept = before if ahead else []
+            self.carried = [
+                (batch.prompts[name], taken_out(self.engine, name, batch.handles[name])) for name in kept
+            ]
             self.flying = {}
             raise Interrupted
         self.carried = batch.paused
@@ -266,10 +269,6 @@ class _Batch:
         handle = self.engine.resume(paused)
         self.prompts[request.id], self.handles[request.id] = prompt, handle
         self.unfinished += handle.samples - len(paused.finished)
-
-    def taken_out(self, name: str) -> PausedRequest:
-        """A request with what there is of it."""
-        return taken_out(self.engine, name, self.handles[name])
 
     def run(self, groups: int | None) -> None:
         """Run the engine until the share of answers that rollout.fraction asks for is finished, or nothing is

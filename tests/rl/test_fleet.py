@@ -3,21 +3,16 @@ and the simulation of events beside one that takes every step."""
 
 import math
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-from earlyfusion.rl.fleet.fleet import Fleet, FleetError, Local
-from earlyfusion.rl.fleet.schedule import ENOUGH, POLICIES, WEAK, Job, Room, Scheduler, Together
-from earlyfusion.rl.fleet.simulate import Found, StepTime, heavy_tailed, simulate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from engine_cases import by_sample, drawn, engine_of, equal_bits, model, pictured, tokens
 
 from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams
+from earlyfusion.rl.fleet.fleet import Fleet, FleetError, Local
+from earlyfusion.rl.fleet.schedule import ENOUGH, POLICIES, WEAK, Job, Room, Scheduler, Together
+from earlyfusion.rl.fleet.simulate import Found, StepTime, heavy_tailed, simulate
 
 # ---- the scheduler
 
@@ -49,7 +44,9 @@ def test_no_engine_gets_more_than_it_holds_and_everybody_gets_there(policy, seed
         written = min(job.length, job.written + running.pop(job))
         scheduler.returned(job, written, written == job.length)
         ended += [job] if written == job.length else []
-    assert len(set(map(id, ended))) == len(jobs) and not scheduler.waiting and not scheduler.groups
+    assert len(set(map(id, ended))) == len(jobs) and not scheduler.waiting
+    # Nothing is kept of groups that are through.
+    assert not (scheduler.groups or scheduler.homes or scheduler.longest or scheduler.together.known)
     assert all(room.running == room.held == 0 for room in rooms)
     if policy == "request":
         assert all(len(where) == 1 for where in homes.values())
@@ -238,6 +235,11 @@ def test_tokens_are_told_once_and_requests_can_be_paused_and_ended():
     handles = {request.id: fleet.submit(request) for request in given()}
     with pytest.raises(RequestError, match="is in use"):
         fleet.submit(given()[0])
+    # What no engine takes is told once and forgotten.
+    fleet.submit(Request("empty", tokens(0), drawn(8, n=2)))
+    with pytest.raises(RequestError, match="has no tokens"):
+        fleet.step()
+    assert "empty" not in fleet.requests
     for step in range(400):
         for event in fleet.step():
             told[event.request_id, event.index] += len(event.tokens)
@@ -371,6 +373,32 @@ def test_a_slow_engine_gets_fewer_answers():
     assert fleet.scheduler.rooms[1].speed < 0.3 and len(running) > 50
     assert max(slow for _, slow in running) <= 2
     assert sum(quick for quick, _ in running) > 5 * len(running)
+
+
+def test_an_answer_is_ended_where_its_engine_has_gone_meanwhile():
+    class Gone(Local):
+        closed = False
+
+        def end_sample(self, request_id, index):
+            raise Killed("killed")
+
+        def close(self):
+            self.closed = True
+
+    net = model(0)
+    fleet = Fleet([Gone(engine_of(net)), Local(engine_of(net))], "divided", 4)
+    params = SamplingParams(30, temperature=1.0, n=2, ignore_eos=True)
+    handle = fleet.submit(Request("q", tokens(8, 1), params))
+    fleet.step()
+    index = next(job.index for jobs in fleet.parts.values() for job in jobs if job.room == 0)
+    fleet.end_sample("q", index)
+    assert fleet.instances[0].closed and list(fleet.lost) == [0]
+    while fleet.has_work:
+        fleet.step()
+    assert {done.index: done.finish_reason for done in handle.completions} == {
+        index: "cancelled",
+        1 - index: "length",
+    }
 
 
 def test_without_an_engine_the_fleet_says_why():

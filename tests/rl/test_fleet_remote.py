@@ -1,22 +1,16 @@
 """Engines in processes of their own: the same answers, new weights, and a process that is killed with -9."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-from earlyfusion.model.hub.config import model_folder
-from earlyfusion.model.hub.folder import load_model
-from earlyfusion.rl.fleet.fleet import Fleet
-from earlyfusion.rl.fleet.remote import EngineOptions, Process, Remote
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from engine_cases import by_sample, equal_bits
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
+from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams, TokenPrompt
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.rl.fleet.fleet import Fleet
+from earlyfusion.rl.fleet.remote import EngineOptions, Process, Remote
 
 FOLDER = model_folder("embedded:skills")
 
@@ -28,9 +22,12 @@ def asked(count: int) -> list[Request]:
     return [Request(f"r{i}", prompt, params, capture_routing=i == 0) for i, prompt in enumerate(prompts)]
 
 
+pytestmark = pytest.mark.slow  # a process takes seconds to begin
+
+
 @pytest.fixture(scope="module")
 def fleet():
-    options = EngineOptions(str(FOLDER), max_slots=8, max_pages=128)
+    options = EngineOptions(str(FOLDER), engine={"max_slots": 8, "page_size": 16, "max_pages": 128})
     fleet = Fleet([Remote(Process(options)) for _ in range(2)], "context", chunk=12)
     yield fleet
     fleet.close()
@@ -66,6 +63,13 @@ def test_other_processes_answer_take_weights_and_may_die(fleet):
         fleet.step()
     equal_bits({("r1", i): newer["r1", i] for i in range(4)}, by_sample(handle.completions))
 
+    # What an engine refuses is told, and costs no engine.
+    fleet.submit(Request("empty", TokenPrompt(torch.zeros(0, dtype=torch.long))))
+    with pytest.raises(RequestError, match="has no tokens"):
+        for _ in range(100):
+            fleet.step()
+    assert not (fleet.lost or fleet.has_work or fleet.parts)
+
     # kill -9 while both write: what was there goes on in the other process.
     handles = [fleet.submit(request) for request in asked(8)]
     while not fleet.parts:
@@ -78,7 +82,7 @@ def test_other_processes_answer_take_weights_and_may_die(fleet):
 
 
 def test_who_does_not_know_the_token_gets_nothing(monkeypatch):
-    process = Process(EngineOptions(str(FOLDER), max_slots=2, max_pages=16))
+    process = Process(EngineOptions(str(FOLDER), engine={"max_slots": 2, "max_pages": 16}))
     port, address = process.ready()
     monkeypatch.setattr(process, "ready", lambda: (port, address._replace(token="guessed")))
     with pytest.raises(OSError):

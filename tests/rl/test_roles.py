@@ -56,6 +56,13 @@ def test_engines_that_go_on_meanwhile_lose_nothing_and_a_stopped_run_goes_on(fol
                 state = made.collector.state_dict()
                 assert len(state) == len(made.collector.flying)
         assert set(seen.values()) == {1}
+
+        # Asked to stop while answers are collected: what was under way before is kept, with its prompts.
+        flying = sorted(str(prompt.ids) for prompt, _ in made.collector.flying.values())
+        made.update, made.runtime.stop.received = 4, "SIGTERM"
+        assert made.unless_stopped(made.iterate) is None
+        assert sorted(str(prompt.ids) for prompt, _ in made.collector.carried) == flying
+        assert len(made.collector.state_dict()) == len(flying) == 2 * made.config.rollout.prompts
     finally:
         made.close()
 
