@@ -51,7 +51,7 @@ def test_no_engine_gets_more_than_it_holds_and_everybody_gets_there(policy, seed
         assert all(len(where) == 1 for where in homes.values())
 
 
-def order_of(scheduler: Scheduler, steps: int) -> list[object]:
+def order_of(scheduler, steps):
     found = []
     for _ in range(steps):
         ((job, _, given),) = list(scheduler.starts())
@@ -111,7 +111,7 @@ def test_what_can_never_be_held_is_refused():
 # ---- the simulator
 
 
-def every_step(lengths, engines, room, policy, chunk, cost, prompt, limit) -> tuple[float, list[float]]:
+def every_step(lengths, engines, room, policy, chunk, cost, prompt, limit):
     """The same rollout, one step at a time."""
     scheduler = Scheduler([Room(room.slots, room.tokens) for _ in range(engines)], policy, chunk)
     for number, group in enumerate(lengths):
