@@ -4,13 +4,14 @@ Every operation has up to four backends with the same signature:
 
 * ``naive``: the definition, written to be read; the oracle of every test.
 * ``torch``: plain torch with a custom backward; quick on a CPU, correct on any device.
-* ``cpu``: for inference on a CPU in full precision, no gradient. Few operations, and a token's bits do not
-  depend on the tokens beside it.
+* ``cpu``: for a CPU. Some are for inference in full precision alone: few operations, and a token's bits do
+  not depend on the tokens beside it. Those of WITH_GRADIENT are C++ and serve training, too.
 * ``triton``: for a GPU. Where none exists the table has no entry, never a stub.
 
 ``resolve(op, x)`` picks by the tensor x that the operation works on: on CUDA ``triton``, on a CPU ``cpu``
-where nobody asks for a gradient, else ``torch``, else ``naive``; the first that the operation has. (Given a
-device alone, ``cpu`` is left out; given a float64 tensor, ``triton`` is.) The environment variable
+where nobody asks for a gradient or it has one, else ``torch``, else ``naive``; the first that the operation
+has. (Given a device alone, ``cpu`` without gradients is left out; given a float64 tensor, ``triton`` is, and
+C++.) The environment variable
 ``EF_KERNELS`` caps that choice: the named backend is used where it exists and the next simpler one where it
 does not. The engine's C++ (kernels/cpu) is a whole decoder, not an operation; ``torch`` and ``naive`` turn it
 off, too. Implementations are imported when first asked for, so that a CPU machine never imports triton.
@@ -53,9 +54,9 @@ def register(op: str, backend: str, path: str) -> None:
 
 
 _OURS = """
-kda kda.naive kda.chunk - kda.triton.kda
+kda kda.naive kda.chunk kda.recurrent kda.triton.kda
 kda_step kda.naive kda.decode - -
-short_conv kda.naive kda.conv - kda.triton.conv
+short_conv kda.naive kda.conv kda.recurrent kda.triton.conv
 attention attention.naive attention.varlen - attention.triton.flash
 attention_append attention.naive - - attention.triton.flash
 qkv_rope attention.naive attention.varlen - attention.triton.rope
@@ -74,6 +75,9 @@ rms_norm products products:rms_norm_closed products products:rms_norm_on_gpu
 """
 """A line per operation: module:function of each of BACKENDS in turn, or -. A module alone: its function
 of that name."""
+
+WITH_GRADIENT = {"kda", "short_conv"}
+"""Operations whose ``cpu`` form has a gradient."""
 
 for _line in _OURS.strip().splitlines():
     _op, *_paths = _line.split()
@@ -102,6 +106,15 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _serves_cpu(op: str, like: Tensor | torch.device | str) -> bool:
+    """Whether the ``cpu`` form of ``op`` may take this tensor, or tensors of this device."""
+    if op not in WITH_GRADIENT:
+        return _answers_alone(like)
+    if isinstance(like, Tensor):
+        return like.device.type == "cpu" and like.dtype != torch.float64
+    return torch.device(like).type == "cpu"
+
+
 def _answers_alone(like: Tensor | torch.device | str) -> bool:
     """Whether this is inference on a CPU in full precision."""
     # A device alone does not say whether anyone wants a gradient.
@@ -125,7 +138,12 @@ def pick(op: str, like: Tensor | torch.device | str) -> str:
 
     # float64 is there for checking, in plain torch: no kernel is written for it.
     wide = isinstance(like, Tensor) and like.dtype == torch.float64
-    usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton() and not wide}
+    usable = {
+        "naive": True,
+        "torch": True,
+        "cpu": _serves_cpu(op, like),
+        "triton": _has_triton() and not wide,
+    }
     # From the most special that is allowed down to the law.
     for backend in reversed(BACKENDS[: BACKENDS.index(most) + 1]):
         if backend in REGISTRY[op] and usable[backend]:

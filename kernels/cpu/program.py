@@ -43,7 +43,7 @@ from earlyfusion.kernels.files import replacing, write_atomic
 from earlyfusion.kernels.segments import check_shapes, check_tensors
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("decode.cpp", "sample.cpp")
+SOURCES = ("decode.cpp", "recurrent.cpp", "sample.cpp")
 HEADERS = ("vector.h", "rows.h", "kda.h", "mla.h", "feed.h")
 # No fast-math: a NaN must stay a NaN.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -215,6 +215,8 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "rewind": (AT, AT, AT, AT, INT, INT),
         "logits": (AT, AT, AT, INT, INT),
         "sample": (AT, INT, INT),
+        "recurrent": (AT, INT, INT, INT),
+        "convolution": (AT, INT, INT, INT),
         "product": (INT, AT, INT, AT, AT, INT, INT),
         "apply": (INT, INT, AT, AT),
     }
@@ -222,8 +224,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, types in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
-    found.structure_size.argtypes = (INT,)
-    for name in ("panel_width", "structure_size", "sampling_size"):
+    for function in (found.structure_size, found.recurrence_size):
+        function.argtypes = (INT,)
+    for name in ("panel_width", "structure_size", "sampling_size", "recurrence_size"):
         getattr(found, name).restype = INT
     return found
 

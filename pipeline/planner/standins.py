@@ -4,7 +4,7 @@ pass, and what it holds while it runs. Nothing is computed.
 A step is rehearsed on tensors without storage (rehearsal.py). Most of the model runs there as it is. The
 operations below cannot, because they ask for values (how many rows an expert gets), or would take thousands
 of small steps; experts and labels are taken as balanced and complete. On a GPU Triton's KDA keeps its inputs
-alone, on a CPU torch's keeps its products too: `Target.gpu` says which is rehearsed.
+alone, on a CPU the C++ keeps states, too: `Target.gpu` says which is rehearsed.
 
 Times are arithmetic at a share of what matrix products reach. The shares of Triton's kernels come from a
 model of one SM that runs their machine code, not from a GPU; torch's are those of one CPU.
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from earlyfusion.kernels.attnres import two_phase
 from earlyfusion.kernels.dispatch import REGISTRY, register
+from earlyfusion.kernels.kda.recurrent import TIME
 from earlyfusion.kernels.products import accumulate_dtype, compute_dtype
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.parallel.experts import Exchange
@@ -128,16 +129,15 @@ def kda(
     output_final_state: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """kernels/kda: Triton's keeps its inputs; torch's P, T [H C], R [H V] a token, two states a chunk."""
+    """kernels/kda: Triton's keeps its inputs; C++'s a delta [H V] a token and a state of every 32nd too."""
     (tokens, heads, value), key = v.shape, q.shape[2]
-    chunk = 32 if key <= 64 else 64
-    rows, chunks = -(-tokens // chunk) * chunk, -(-tokens // chunk)
-    wide = rows * heads * FP32
-    # Of torch's form, fitted to what it allocates; of Triton's, the prepared operands in 16 bit.
-    keep = wide * (2 * chunk + value) + 2 * chunks * heads * key * value * FP32
-    forward, backward = wide * (6 * key + 3 * value), wide * (14 * key + 6 * value)
-    if TARGET.gpu:
-        keep, forward, backward = 0, rows * heads * 2 * (4 * key), rows * heads * 2 * (6 * key + 2 * value)
+    rows = -(-tokens // 64) * 64
+    # Of Triton's form, the prepared operands in 16 bit.
+    keep, forward, backward = 0, rows * heads * 2 * (4 * key), rows * heads * 2 * (6 * key + 2 * value)
+    if not TARGET.gpu:
+        states = sum(-(-length // TIME) for length in segments.lengths)
+        keep, forward = heads * value * FP32 * (tokens + key * states), 0
+        backward = tokens * heads * (3 * key + value) * FP32
     out: list[tuple[Sequence[int], torch.dtype]] = [(v.shape, v.dtype)]
     final = None
     inputs = (q, k, v, f, b, A_log, dt_bias)

@@ -1,4 +1,4 @@
-"""The short convolution, in torch and in Triton (interpreted), against its definition: values, gradients,
+"""The short convolution, in torch, in C++ and in Triton (interpreted), against its definition: values, gradients,
 isolation."""
 
 from itertools import product
@@ -7,13 +7,14 @@ import pytest
 import torch
 from cases import Form, forms, needs_interpreter, randn, relative_error
 
-from earlyfusion.kernels.kda import conv, naive
+from earlyfusion.kernels.kda import conv, naive, recurrent
 from earlyfusion.kernels.kda.triton import conv as triton_conv
 from earlyfusion.kernels.segments import Segments
 
 # float64 against float64: only the order of W additions differs. float32: sums of at most 5 x 64 products.
 EXACT, TRITON = Form(conv.short_conv, torch.float64, 1e-12), Form(triton_conv.short_conv, torch.float32, 2e-6)
-BOTH = forms(torch=EXACT, triton=TRITON)
+CPP = Form(recurrent.short_conv, torch.float32, 2e-6)
+BOTH = forms(torch=EXACT, cpp=CPP, triton=TRITON)
 ROUNDED = forms(
     torch32=Form(conv.short_conv, torch.float32, 2e-6),
     torch16=Form(conv.short_conv, torch.bfloat16, 2**-7),
@@ -43,10 +44,11 @@ def compare(form, segments, leaves):
 def test_values_and_gradients_match_the_definition(form, lengths, monkeypatch):
     # Blocks of 16 rows: documents cross block edges.
     monkeypatch.setattr(conv, "_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(recurrent, "ROWS", 16)
     every = product((2, 3, 4), (False, True), (0, 1))
     # The interpreter is slow.
     few = [(4, False, 0), (4, True, 1), (3, True, 0), (2, False, 1)]
-    for width, taps, seed in every if form is EXACT else few:
+    for width, taps, seed in few if form is TRITON else every:
         channels = 70 if seed and len(lengths) < 4 else 3
         compare(form, *inputs(lengths, channels, width, taps, seed))
 
@@ -77,16 +79,18 @@ def test_packed_documents_equal_separate_ones_and_the_future_is_not_seen(form):
     assert torch.equal(form.op(changed, weight, segments)[0][:10], y[:10])
 
 
-def test_a_neighbour_that_is_nan_does_not_leak():
+@pytest.mark.parametrize("op", [conv.short_conv, recurrent.short_conv])
+def test_a_neighbour_that_is_nan_does_not_leak(op):
     segments, (x, weight) = inputs((9, 2, 30), 4)
     # A document of two tokens between two others: shorter than the taps.
     x[9:11] = float("nan")
+    x, weight = (each.to(torch.float64 if op is conv.short_conv else torch.float32) for each in (x, weight))
     x.requires_grad_()
-    y, _ = conv.short_conv(x, weight, segments)
+    y, _ = op(x, weight, segments)
     keep = torch.cat([torch.arange(9), torch.arange(11, 41)])
     (dx,) = torch.autograd.grad(y[keep].sum(), x)
     clean = [naive.short_conv(x[a:b].detach(), weight, Segments((b - a,)))[0] for a, b in ((0, 9), (11, 41))]
-    torch.testing.assert_close(y[keep], torch.cat(clean), rtol=0, atol=EXACT.error)
+    torch.testing.assert_close(y[keep], torch.cat(clean), rtol=0, atol=CPP.error)
     assert dx[keep].isfinite().all()
 
 

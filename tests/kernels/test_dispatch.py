@@ -42,7 +42,7 @@ def test_the_backend_follows_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("naive", "naive"), ("torch", "torch"), ("AUTO", "torch"), ("", "torch")]
+    ("value", "expected"), [("naive", "naive"), ("torch", "torch"), ("AUTO", "cpu"), ("", "cpu")]
 )
 def test_the_environment_picks_the_backend(monkeypatch, value, expected):
     monkeypatch.setenv(dispatch.ENVIRONMENT, value)
@@ -55,12 +55,13 @@ def test_without_triton_installed_a_gpu_gets_the_torch_form(monkeypatch):
 
 
 def test_resolve_returns_the_function_of_the_table():
-    from earlyfusion.kernels.kda import chunk
+    from earlyfusion.kernels.kda import chunk, recurrent
 
-    assert dispatch.resolve("kda", torch.device("cpu")) is chunk.kda
+    assert dispatch.resolve("kda", torch.device("cpu")) is recurrent.kda
+    assert dispatch.resolve("kda", torch.empty(0, dtype=torch.float64)) is chunk.kda
     rows = dispatch.table("cpu")
     assert [row[0] for row in rows] == list(dispatch.REGISTRY)
-    assert ("kda", "torch", "earlyfusion.kernels.kda.chunk:kda") in rows
+    assert ("kda", "cpu", "earlyfusion.kernels.kda.recurrent:kda") in rows
 
 
 def test_unknown_names_are_refused_with_the_nearest_one(monkeypatch):

@@ -1,4 +1,4 @@
-"""KDA, chunked in torch and in Triton, against the token recurrence in float64: outputs and every gradient,
+"""KDA, chunked in torch and in Triton and token by token in C++, against the token recurrence in float64: outputs and every gradient,
 packing, causality, states, seven gate regimes. The Triton kernels run through the interpreter."""
 
 import math
@@ -9,7 +9,7 @@ import torch
 from cases import Form, forms, needs_interpreter, poisoned_empties, relative_error, round_as_on_a_gpu
 from kda_cases import NAMES, REGIMES, call, cast, halves, inputs, results
 
-from earlyfusion.kernels.kda import chunk, naive
+from earlyfusion.kernels.kda import chunk, naive, recurrent
 from earlyfusion.kernels.kda.triton import kda as triton_kda
 from earlyfusion.kernels.segments import Segments
 
@@ -29,8 +29,10 @@ SUMS = ("dA_log", "ddt_bias")
 TORCH = Form(chunk.kda, torch.float64, 1e-9)
 # Sums over a chunk: 1.04e-5 at gates of 2,000 nats.
 TRITON = Form(triton_kda.kda, torch.float32, 5e-5)
-BOTH = forms(torch=TORCH, triton=TRITON)
-FLOAT32 = forms(torch=Form(chunk.kda, torch.float32, 0), triton=TRITON)
+# Measured up to 3e-6.
+CPP = Form(recurrent.kda, torch.float32, 1e-5)
+BOTH = forms(torch=TORCH, cpp=CPP, triton=TRITON)
+FLOAT32 = forms(torch=Form(chunk.kda, torch.float32, 0), cpp=CPP, triton=TRITON)
 SMALL = {"heads": 1, "key_dim": 32, "value_dim": 32}
 LENGTHS = [(1,), (15,), (16,), (17,), (63,), (64,), (65,), (130,)]
 PACKED = [*LENGTHS, (3, 1, 1, 40, 16, 7), (1, 1, 1, 1), (16, 16, 32, 1)]
@@ -51,6 +53,11 @@ def laws():
         yield TORCH, (45, 2, 90), {"regime": "strong", "seed": 4}, {"chunk": size}
     for states, dims in product((False, True), ((1, 8, 5, 4), (3, 4, 16, 2), (2, 16, 2, 1))):
         yield TORCH, (21, 1, 50), shape(*dims, states=states, seed=2), {}
+
+    for lengths, regime, states in product(PACKED, GATES, (False, True)):
+        yield CPP, lengths, SMALL | {"regime": regime, "states": states, "seed": len(lengths)}, {}
+    for dims in ((2, 6, 100), (1, 24, 40, 2), (3, 5, 4, 2), (1, 128, 128), (1, 256, 64), (1, 64, 256)):
+        yield CPP, (40, 1, 21), shape(*dims[:3], *dims[3:], states=True, seed=5), {}
 
     for regime in GATES:
         for lengths in LENGTHS:
@@ -172,14 +179,15 @@ def test_a_document_cut_in_two_continues_through_its_state(form, cut):
 @pytest.mark.parametrize("states", [False, True], ids=["flat", "states"])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("regime", REGIMES)
-def test_float32_is_accurate_in_every_gate_regime(regime, seed, states):
+@pytest.mark.parametrize("op", [chunk.kda, recurrent.kda], ids=["torch", "cpp"])
+def test_float32_is_accurate_in_every_gate_regime(op, regime, seed, states):
     segments, tensors, bound = inputs(
         (150, 1, 37, 70), seed=seed, key_dim=32, value_dim=32, regime=regime, states=states
     )
     # The law sees the rounded inputs: only the computation is compared.
     tensors = cast(cast(tensors, torch.float32), torch.float64)
     expected = results(naive.kda, tensors, segments, bound)
-    found = results(chunk.kda, cast(tensors, torch.float32), segments, bound)
+    found = results(op, cast(tensors, torch.float32), segments, bound)
     for name, value in expected.items():
         error = (found[name].double() - value).square().mean().sqrt()
         tolerance = GATE_RTOL if name in GATE_GRADIENTS else VALUE_RTOL
