@@ -1,5 +1,5 @@
-"""The short convolution, in torch, in C++ and in Triton (interpreted), against its definition: values, gradients,
-isolation."""
+"""The short convolution, in torch, in C++ and in Triton (interpreted), against its definition: values,
+gradients, isolation."""
 
 from itertools import product
 

@@ -1,5 +1,6 @@
-"""KDA, chunked in torch and in Triton and token by token in C++, against the token recurrence in float64: outputs and every gradient,
-packing, causality, states, seven gate regimes. The Triton kernels run through the interpreter."""
+"""KDA, chunked in torch and in Triton and token by token in C++, against the token recurrence in float64:
+outputs and every gradient, packing, causality, states, seven gate regimes. The Triton kernels run through the
+interpreter."""
 
 import math
 from itertools import product
