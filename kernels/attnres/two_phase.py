@@ -8,7 +8,8 @@ With x = dh, r_i = rsqrt(mean v_i^2 + eps), s_i = r_i <qw, v_i>, p = softmax(s):
 
 so that the gradient of every source is a combination of x, qw and the source itself with scalar coefficients,
 and the S queries of a block are accumulated in one pass over the sources. Only the sources and qw are saved.
-Rows are worked off in tiles, so the float32 stack of all sources never exists for more than one tile.
+Rows are worked off in tiles, so the float32 stack of all sources never exists for more than one tile; in
+float32 on a CPU, C++ works them off one by one (compiled.py).
 
 Legend: n sources, S sub-layers (queries), T tokens, R tokens of a tile, D hidden.
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.attnres import naive
+from earlyfusion.kernels.attnres import compiled, naive
 from earlyfusion.kernels.products import accumulate_dtype, without_autocast
 from earlyfusion.kernels.segments import check_sources
 
@@ -163,6 +164,9 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, 
         ValueError: no sources, or shapes differ.
     """
     check_sources(sources, qw_SD.shape[-1])
+    if compiled.serves(qw_SD, *sources):
+        made = compiled.Phase1.apply(qw_SD, eps, *sources)
+        return made[: len(qw_SD)], made[len(qw_SD) :], tuple(sources)
     o_STD, lse_ST = _Phase1.apply(qw_SD, eps, *sources)
     return o_STD.unbind(), lse_ST.unbind(), tuple(sources)
 
@@ -170,7 +174,8 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
     """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of
     ``partial_TD``."""
-    return _Merge.apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
+    served = compiled.serves(o1_TD, lse1_T, partial_TD, qw_D)
+    return (compiled.Merge if served else _Merge).apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
 
 
 step = partial(naive.step_with, merge)

@@ -43,7 +43,7 @@ from earlyfusion.kernels.files import replacing, write_atomic
 from earlyfusion.kernels.segments import check_shapes, check_tensors
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("decode.cpp", "recurrent.cpp", "sample.cpp")
+SOURCES = ("decode.cpp", "recurrent.cpp", "residual.cpp", "sample.cpp")
 HEADERS = ("vector.h", "rows.h", "kda.h", "mla.h", "feed.h")
 # No fast-math: a NaN must stay a NaN.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -217,6 +217,8 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "sample": (AT, INT, INT),
         "recurrent": (AT, INT, INT, INT),
         "convolution": (AT, INT, INT, INT),
+        "residual_mix": (AT, INT, INT),
+        "residual_merge": (AT, INT, INT),
         "product": (INT, AT, INT, AT, AT, INT, INT),
         "apply": (INT, INT, AT, AT),
     }

@@ -1,0 +1,110 @@
+"""Both phases of attention over residual sources in C++ (kernels/cpu/residual.cpp), with their gradients:
+what two_phase.py takes for float32 on a CPU.
+
+Legend: n sources, S sub-layers (queries), T tokens, D hidden.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from earlyfusion.kernels.cpu.program import AT, INT, REAL, compiled, library, run_shared
+
+ROWS = 256
+"""Rows whose contributions to a query's gradient are summed together, as in residual.cpp."""
+
+
+class Residual(ctypes.Structure):
+    _fields_ = [
+        *[(name, INT) for name in "sources queries width".split()],
+        ("eps", REAL),
+        *[(name, AT) for name in "v qw o lse d_o d_lse dv dqw".split()],
+    ]
+
+
+class Merging(ctypes.Structure):
+    _fields_ = [
+        ("width", INT),
+        ("eps", REAL),
+        *[(name, AT) for name in "o1 lse partial qw h dh d_o1 d_lse dpartial dqw".split()],
+    ]
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether these are what the C++ takes, and it is there."""
+    return all(x.is_cpu and x.dtype == torch.float32 for x in tensors) and library() is not None
+
+
+def _run(function: str, made: ctypes.Structure, rows: int, **tensors: Tensor | Sequence[Tensor]) -> None:
+    """Over all rows, shared out over torch's threads; several tensors are handed over as a list of them."""
+    behind = []
+    for name, given in tensors.items():
+        if isinstance(given, Tensor):
+            setattr(made, name, given.data_ptr())
+            continue
+        addresses = (AT * len(given))(*(tensor.data_ptr() for tensor in given))
+        setattr(made, name, ctypes.addressof(addresses))
+        behind.append(addresses)
+    starts = [*range(0, rows, ROWS), rows]
+    run_shared(getattr(compiled(), function), (ctypes.byref(made),), starts, torch.get_num_threads())
+
+
+def _sums(rows: int, *shape: int) -> Tensor:
+    return torch.zeros(-(-rows // ROWS), *shape)
+
+
+class Phase1(torch.autograd.Function):
+    """(qw_SD, eps, n sources) to S mixtures and S log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, qw_SD: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, ...]:
+        qw, v = qw_SD.contiguous(), [source.contiguous() for source in sources]
+        rows, width = v[0].shape
+        o = [qw.new_empty(rows, width) for _ in qw]
+        lse = [qw.new_empty(rows) for _ in qw]
+        _run("residual_mix", Residual(len(v), len(qw), width, eps), rows, v=v, qw=qw, o=o, lse=lse)
+        ctx.save_for_backward(qw_SD, *sources)
+        ctx.eps = eps
+        return *o, *lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        qw, *v = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        (rows, width), queries = v[0].shape, len(qw)
+        dense = [gradient.contiguous() for gradient in gradients]
+        dv, dqw = [torch.empty_like(source) for source in v], _sums(rows, queries, width)
+        made = Residual(len(v), queries, width, ctx.eps)
+        about = {"d_o": dense[:queries], "d_lse": dense[queries:]}
+        _run("residual_mix", made, rows, v=v, qw=qw, dv=dv, dqw=dqw, **about)
+        return dqw.sum(0), None, *dv
+
+
+class Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float
+    ) -> Tensor:
+        given = [tensor.contiguous() for tensor in (o1_TD, lse1_T, partial_TD, qw_D)]
+        rows, width = partial_TD.shape
+        h_TD = partial_TD.new_empty(rows, width)
+        named = dict(zip(("o1", "lse", "partial", "qw"), given))
+        _run("residual_merge", Merging(width, eps), rows, **named, h=h_TD)
+        ctx.save_for_backward(*given)
+        ctx.eps = eps
+        return h_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_TD: Tensor) -> tuple[Tensor | None, ...]:
+        named = dict(zip(("o1", "lse", "partial", "qw"), ctx.saved_tensors))
+        rows, width = dh_TD.shape
+        made = {"d_o1": named["o1"], "d_lse": named["lse"], "dpartial": named["partial"]}
+        made = {name: torch.empty_like(like) for name, like in made.items()}
+        dqw = _sums(rows, width)
+        _run("residual_merge", Merging(width, ctx.eps), rows, **named, **made, dh=dh_TD.contiguous(), dqw=dqw)
+        return *made.values(), dqw.sum(0), None
