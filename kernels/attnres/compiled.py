@@ -5,14 +5,13 @@ Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 """
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.cpu.program import AT, INT, REAL, compiled, library, run_shared
+from earlyfusion.kernels.cpu.program import AT, INT, REAL, call, fields, library
 
 ROWS = 256
 """Rows whose contributions to a query's gradient are summed together, as in residual.cpp."""
@@ -20,9 +19,9 @@ ROWS = 256
 
 class Residual(ctypes.Structure):
     _fields_ = [
-        *[(name, INT) for name in "sources queries width".split()],
+        *fields(INT, "sources queries width"),
         ("eps", REAL),
-        *[(name, AT) for name in "v qw o lse d_o d_lse dv dqw".split()],
+        *fields(AT, "v qw o lse d_o d_lse dv dqw"),
     ]
 
 
@@ -30,7 +29,7 @@ class Merging(ctypes.Structure):
     _fields_ = [
         ("width", INT),
         ("eps", REAL),
-        *[(name, AT) for name in "o1 lse partial qw h dh d_o1 d_lse dpartial dqw".split()],
+        *fields(AT, "o1 lse partial qw h dh d_o1 d_lse dpartial dqw"),
     ]
 
 
@@ -39,18 +38,8 @@ def serves(*tensors: Tensor) -> bool:
     return all(x.is_cpu and x.dtype == torch.float32 for x in tensors) and library() is not None
 
 
-def _run(function: str, made: ctypes.Structure, rows: int, **tensors: Tensor | Sequence[Tensor]) -> None:
-    """Over all rows, shared out over torch's threads; several tensors are handed over as a list of them."""
-    behind = []
-    for name, given in tensors.items():
-        if isinstance(given, Tensor):
-            setattr(made, name, given.data_ptr())
-            continue
-        addresses = (AT * len(given))(*(tensor.data_ptr() for tensor in given))
-        setattr(made, name, ctypes.addressof(addresses))
-        behind.append(addresses)
-    starts = [*range(0, rows, ROWS), rows]
-    run_shared(getattr(compiled(), function), (ctypes.byref(made),), starts, torch.get_num_threads())
+def _starts(rows: int) -> list[int]:
+    return [*range(0, rows, ROWS), rows]
 
 
 def _sums(rows: int, *shape: int) -> Tensor:
@@ -66,7 +55,8 @@ class Phase1(torch.autograd.Function):
         rows, width = v[0].shape
         o = [qw.new_empty(rows, width) for _ in qw]
         lse = [qw.new_empty(rows) for _ in qw]
-        _run("residual_mix", Residual(len(v), len(qw), width, eps), rows, v=v, qw=qw, o=o, lse=lse)
+        made = Residual(len(v), len(qw), width, eps)
+        call("residual_mix", made, _starts(rows), v=v, qw=qw, o=o, lse=lse)
         ctx.save_for_backward(qw_SD, *sources)
         ctx.eps = eps
         return *o, *lse
@@ -80,7 +70,7 @@ class Phase1(torch.autograd.Function):
         dv, dqw = [torch.empty_like(source) for source in v], _sums(rows, queries, width)
         made = Residual(len(v), queries, width, ctx.eps)
         about = {"d_o": dense[:queries], "d_lse": dense[queries:]}
-        _run("residual_mix", made, rows, v=v, qw=qw, dv=dv, dqw=dqw, **about)
+        call("residual_mix", made, _starts(rows), v=v, qw=qw, dv=dv, dqw=dqw, **about)
         return dqw.sum(0), None, *dv
 
 
@@ -93,7 +83,7 @@ class Merge(torch.autograd.Function):
         rows, width = partial_TD.shape
         h_TD = partial_TD.new_empty(rows, width)
         named = dict(zip(("o1", "lse", "partial", "qw"), given))
-        _run("residual_merge", Merging(width, eps), rows, **named, h=h_TD)
+        call("residual_merge", Merging(width, eps), _starts(rows), **named, h=h_TD)
         ctx.save_for_backward(*given)
         ctx.eps = eps
         return h_TD
@@ -106,5 +96,6 @@ class Merge(torch.autograd.Function):
         made = {"d_o1": named["o1"], "d_lse": named["lse"], "dpartial": named["partial"]}
         made = {name: torch.empty_like(like) for name, like in made.items()}
         dqw = _sums(rows, width)
-        _run("residual_merge", Merging(width, ctx.eps), rows, **named, **made, dh=dh_TD.contiguous(), dqw=dqw)
+        given = named | made | {"dh": dh_TD.contiguous(), "dqw": dqw}
+        call("residual_merge", Merging(width, ctx.eps), _starts(rows), **given)
         return *made.values(), dqw.sum(0), None

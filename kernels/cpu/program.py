@@ -226,9 +226,8 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, types in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
-    for function in (found.structure_size, found.recurrence_size):
-        function.argtypes = (INT,)
-    for name in ("panel_width", "structure_size", "sampling_size", "recurrence_size"):
+    found.structure_size.argtypes = (INT,)
+    for name in ("panel_width", "structure_size", "sampling_size"):
         getattr(found, name).restype = INT
     return found
 
@@ -251,6 +250,20 @@ def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int],
         other.result()
 
 
+def call(function: str, made: ctypes.Structure, starts: Sequence[int], *more: int, **tensors: Any) -> None:
+    """The library's `function` over all rows, by torch's threads, with the tensors' addresses in the fields
+    of these names of `made`: None as null, several tensors as a list of addresses."""
+    behind = []
+    for name, given in tensors.items():
+        if isinstance(given, list | tuple):
+            # Kept until the call is over, as the tensors are by the caller.
+            behind.append((AT * len(given))(*(tensor.data_ptr() for tensor in given)))
+            setattr(made, name, ctypes.addressof(behind[-1]))
+        elif given is not None:
+            setattr(made, name, given.data_ptr())
+    run_shared(getattr(compiled(), function), (ctypes.byref(made), *more), starts, torch.get_num_threads())
+
+
 def share_out(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
     """(first, end) rows of each thread: whole sequences, about as many rows each; fewer shares where there
     are fewer."""
@@ -267,30 +280,30 @@ ROWS_AT_ONCE = 128
 """Rows that go through all layers together: their activations stay in the cache."""
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
 # Fields in the order of the C++ structures; tests compare the sizes on both sides.
 class Matrix(ctypes.Structure):
-    _fields_ = [("panels", AT), *_fields(INT, "inner columns")]
+    _fields_ = [("panels", AT), *fields(INT, "inner columns")]
 
 
 class Place(ctypes.Structure):
     """Where a sub-layer reads (a source, or -1: the mix) and where it adds; fresh: it is the first to write
     there; last: no later token needs more of the rows than their results."""
 
-    _fields_ = _fields(INT, "source into fresh last")
+    _fields_ = fields(INT, "source into fresh last")
 
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *_fields(AT, "slots positions places pages"),
-        *_fields(INT, "page_step page_size"),
-        *_fields(AT, "x out chosen"),
+        *fields(AT, "slots positions places pages"),
+        *fields(INT, "page_step page_size"),
+        *fields(AT, "x out chosen"),
         ("chosen_step", INT),
-        *_fields(AT, "drafts saves kept"),
-        *_fields(INT, "kept_step drafted"),
+        *fields(AT, "drafts saves kept"),
+        *fields(INT, "kept_step drafted"),
     ]
 
 
@@ -308,10 +321,10 @@ class Kda(ctypes.Structure):
     KIND = 2
     _fields_ = [
         ("place", Place),
-        *_fields(REAL, "eps qk_eps out_eps lower_bound"),
-        *_fields(INT, "heads dim taps index"),
-        *_fields(Matrix, "joint f_up gate_up out"),
-        *_fields(AT, "conv bias rate state past"),
+        *fields(REAL, "eps qk_eps out_eps lower_bound"),
+        *fields(INT, "heads dim taps index"),
+        *fields(Matrix, "joint f_up gate_up out"),
+        *fields(AT, "conv bias rate state past"),
     ]
 
 
@@ -319,26 +332,26 @@ class Mla(ctypes.Structure):
     KIND = 3
     _fields_ = [
         ("place", Place),
-        *_fields(REAL, "eps query_eps latent_eps"),
-        *_fields(INT, "heads rank shared nope value low gated"),
-        *_fields(Matrix, "joint store query k_up v_up out"),
-        *_fields(AT, "latent_norm latents"),
+        *fields(REAL, "eps query_eps latent_eps"),
+        *fields(INT, "heads rank shared nope value low gated"),
+        *fields(Matrix, "joint store query k_up v_up out"),
+        *fields(AT, "latent_norm latents"),
     ]
 
 
 class Mlp(ctypes.Structure):
     KIND = 4
-    _fields_ = [("place", Place), ("eps", REAL), *_fields(Matrix, "gate_up down")]
+    _fields_ = [("place", Place), ("eps", REAL), *fields(Matrix, "gate_up down")]
 
 
 class Moe(ctypes.Structure):
     KIND = 5
     _fields_ = [
         ("place", Place),
-        *_fields(REAL, "eps scaling"),
-        *_fields(INT, "experts choices renormalize index"),
-        *_fields(AT, "norm bias"),
-        *_fields(Matrix, "joint up down shared_down"),
+        *fields(REAL, "eps scaling"),
+        *fields(INT, "experts choices renormalize index"),
+        *fields(AT, "norm bias"),
+        *fields(Matrix, "joint up down shared_down"),
     ]
 
 
@@ -352,7 +365,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Program(ctypes.Structure):
-    _fields_ = [*_fields(INT, "hidden sources count"), ("operations", AT)]
+    _fields_ = [*fields(INT, "hidden sources count"), ("operations", AT)]
 
 
 def panel_width() -> int:
@@ -492,8 +505,8 @@ def step_of(
 
 class Sampling(ctypes.Structure):
     _fields_ = [
-        *_fields(INT, "vocabulary drawn known"),
-        *_fields(AT, "logits keys positions temperature top_p min_p banned"),
+        *fields(INT, "vocabulary drawn known"),
+        *fields(AT, "logits keys positions temperature top_p min_p banned"),
         ("count", INT),
         ("masks", AT),
         ("out", AT),

@@ -384,8 +384,6 @@ void backward(const Convolution& of, int64_t block) {
 
 extern "C" {
 
-int64_t recurrence_size(int64_t which) { return which ? sizeof(Convolution) : sizeof(Recurrence); }
-
 // Every document and head is a sequence of as many places as it has tokens, one after the other, heads of a document
 // together; those that begin at places first .. end - 1.
 void recurrent(const Recurrence* of, int64_t back, int64_t first, int64_t end) {

@@ -3,14 +3,13 @@
 A kernel of W taps is W shifted multiply-adds over contiguous rows; no transpose to [C, T] and no padding per
 document. The pass over the row ignores documents. The few rows that would look over a document's edge (the
 first W - 1 of each) are left out of it and computed from gathered windows instead, so nothing of a neighbour
-ever enters a document, not even as a product with zero. On a CPU the pass runs in blocks of rows that stay in
-the cache. The backward recomputes the pre-activation; only x and the weight are kept.
+ever enters a document, not even as a product with zero. The backward recomputes the pre-activation; only x
+and the weight are kept.
 
 Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels, W taps, N documents, E edge
 rows (tokens with fewer than W - 1 predecessors in their document).
 """
 
-from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,6 @@ from torch import Tensor
 
 from earlyfusion.kernels.products import wide_dtype
 from earlyfusion.kernels.segments import Segments, check_conv
-
-# Pre-activation, gradient and inputs of a block are all in the cache at once.
-_BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: measured best among 16 KiB to 8 MiB on a CPU core
 
 
 class _Windows(NamedTuple):
@@ -34,7 +30,6 @@ class _Windows(NamedTuple):
     inside_EW1: Tensor
     x_EW: Tensor
     tap_EW: Tensor
-    rows: list[int]  # rows_E on the host
 
     def read(self, x_TC: Tensor, taps_NCW1: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[E, W, C]."""
@@ -64,36 +59,20 @@ def _windows(segments: Segments, width: int, ends: bool, device: torch.device) -
         tap_EW = document_E.unsqueeze(1) * (width - 1) + (place_EW + width - 1).clamp(max=width - 2)
         x_EW = starts[document_E].unsqueeze(1) + place_EW.clamp(min=0)
         plan = rows_E, (place_EW >= 0).unsqueeze(2), x_EW, tap_EW
-        return _Windows._make([*(x.to(device) for x in plan), rows_E.tolist()])
+        return _Windows._make(x.to(device) for x in plan)
 
     return segments.cached(("kda.conv", width, ends, str(device)), build)
 
 
-def _blocks(x_TC: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Rows of a block, and (first, last + 1) of every block."""
-    tokens, channels = x_TC.shape
-    # On a GPU there is no cache to stay in.
-    rows = max(tokens, 1)
-    if x_TC.device.type == "cpu":
-        rows = min(rows, max(_BLOCK_ELEMENTS // max(channels, 1), 16))
-    return rows, [(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
-
-
-def _pass(x_RC: Tensor, weight_WC: Tensor, first: int, last: int, out_RC: Tensor) -> Tensor:
-    """Pre-activations of rows first..last, written to ``out_RC``, documents ignored. Rows before 0 count as
-    zero."""
+def _pass(x_TC: Tensor, weight_WC: Tensor) -> Tensor:
+    """Pre-activations, documents ignored. Rows before 0 count as zero."""
     width = weight_WC.shape[0]
-    dtype = weight_WC.dtype
-    head = max(first - (width - 1), 0)
-    # W - 1 rows more than the block, which the first taps read.
-    window_RC = x_RC[head:last].to(dtype)
-    torch.mul(window_RC[first - head :], weight_WC[width - 1], out=out_RC)
+    x_TC = x_TC.to(weight_WC.dtype)
+    out_TC = x_TC * weight_WC[width - 1]
     # One multiply-add per tap over contiguous rows.
-    for shift in range(1, min(width, last)):
-        skip = max(shift - first, 0)
-        source = window_RC[first + skip - shift - head : last - shift - head]
-        out_RC[skip:].addcmul_(source, weight_WC[width - 1 - shift])
-    return window_RC[first - head :]
+    for shift in range(1, min(width, len(x_TC))):
+        out_TC[shift:].addcmul_(x_TC[:-shift], weight_WC[width - 1 - shift])
+    return out_TC
 
 
 class _ShortConv(torch.autograd.Function):
@@ -104,14 +83,9 @@ class _ShortConv(torch.autograd.Function):
         dtype = wide_dtype(x_TC, weight_CW)
         width = weight_CW.shape[1]
         weight_WC = weight_CW.to(dtype).t().contiguous()
-        edges, (rows, blocks) = _windows(segments, width, False, x_TC.device), _blocks(x_TC)
-        y_TC = torch.empty_like(x_TC)
-        z_RC = x_TC.new_empty(rows, x_TC.shape[1], dtype=dtype)
-        for first, last in blocks:
-            z = z_RC[: last - first]
-            _pass(x_TC, weight_WC, first, last, z)
-            y_TC[first:last] = F.silu(z, inplace=True)
-        if edges.rows:
+        edges = _windows(segments, width, False, x_TC.device)
+        y_TC = F.silu(_pass(x_TC, weight_WC)).to(x_TC.dtype)
+        if len(edges.rows_E):
             z_EC = (edges.read(x_TC, taps_NCW1, dtype) * weight_WC).sum(1)
             # The pass has read over document borders for these rows: they are written again.
             y_TC.index_copy_(0, edges.rows_E, F.silu(z_EC).to(y_TC.dtype))
@@ -126,38 +100,24 @@ class _ShortConv(torch.autograd.Function):
         dtype = wide_dtype(x_TC, weight_CW)
         channels, width = weight_CW.shape
         weight_WC = weight_CW.to(dtype).t().contiguous()
-        edges, (rows, blocks) = _windows(ctx.segments, width, False, x_TC.device), _blocks(x_TC)
-        dx_TC = torch.empty_like(x_TC)
+        edges = _windows(ctx.segments, width, False, x_TC.device)
+        wide_TC, dy = x_TC.to(dtype), dy_TC.to(dtype)
+        # Of all rows as if they were one document.
+        dz_TC = torch.ops.aten.silu_backward(dy, _pass(x_TC, weight_WC))
+        # Edge rows get their gradients from their windows, below.
+        dz_TC.index_fill_(0, edges.rows_E, 0.0)
+        dx_TC = dz_TC * weight_WC[width - 1]
         dweight_WC = torch.zeros_like(weight_WC)
-        z_RC, scratch_RC, dx_RC = (x_TC.new_empty(rows, channels, dtype=dtype) for _ in range(3))
-        # W - 1 rows of the following block stand at the end.
-        dz_RC = x_TC.new_zeros(rows + width - 1, channels, dtype=dtype)
-        following = dz_RC.new_zeros(width - 1, channels)
-        for first, last in reversed(blocks):
-            n = last - first
-            z, dz = z_RC[:n], dz_RC[: n + width - 1]
-            x_RC = _pass(x_TC, weight_WC, first, last, z)
-            dz[n:] = following
-            torch.ops.aten.silu_backward(dy_TC[first:last].to(dtype), z, grad_input=dz[:n])
-            # Edge rows get their gradients from their windows, below.
-            here = slice(bisect_left(edges.rows, first), bisect_left(edges.rows, last))
-            dz[:n].index_fill_(0, edges.rows_E[here] - first, 0.0)
-            # This block's first rows are read by the last of the block before it.
-            following = dz[: width - 1].clone()
-
-            dx = torch.mul(dz[:n], weight_WC[width - 1], out=dx_RC[:n])
-            for shift in range(width):
-                if shift:
-                    dx.addcmul_(dz[shift : shift + n], weight_WC[width - 1 - shift])
-                # Rows of this block read x of rows up to `last - shift`; the next block counts the rest.
-                torch.mul(dz[shift : shift + n], x_RC, out=scratch_RC[:n])
-                dweight_WC[width - 1 - shift] += scratch_RC[:n].sum(0)
-            dx_TC[first:last] = dx
+        dweight_WC[width - 1] = (dz_TC * wide_TC).sum(0)
+        for shift in range(1, min(width, len(x_TC))):
+            dx_TC[:-shift].addcmul_(dz_TC[shift:], weight_WC[width - 1 - shift])
+            dweight_WC[width - 1 - shift] = (dz_TC[shift:] * wide_TC[:-shift]).sum(0)
+        dx_TC = dx_TC.to(x_TC.dtype)
 
         # The edge rows, from their windows; what they read before the document is the taps'.
         inside, windows_EWC = edges.inside_EW1, edges.read(x_TC, taps_NCW1, dtype)
         z_EC = (windows_EWC * weight_WC).sum(1)
-        dz_EC = torch.ops.aten.silu_backward(dy_TC[edges.rows_E].to(dtype), z_EC)
+        dz_EC = torch.ops.aten.silu_backward(dy[edges.rows_E], z_EC)
         dweight_WC += (windows_EWC * dz_EC.unsqueeze(1)).sum(0)
         dwindows_EWC = dz_EC.unsqueeze(1) * weight_WC
         to_x = dwindows_EWC.masked_fill(~inside, 0.0).view(-1, channels)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.cpu.program import AT, INT, REAL, compiled, library, run_shared
+from earlyfusion.kernels.cpu.program import AT, INT, REAL, call, fields, library
 from earlyfusion.kernels.kda import chunk, conv
 from earlyfusion.kernels.products import wide_dtype
 from earlyfusion.kernels.segments import Inputs, Segments, check_conv, check_kda
@@ -28,14 +28,10 @@ class Recurrence(ctypes.Structure):
     """As in recurrent.cpp."""
 
     _fields_ = [
-        *[(name, INT) for name in "documents query_heads heads keys values".split()],
-        *[(f"{name}_step", INT) for name in "qkvfb"],
+        *fields(INT, "documents query_heads heads keys values q_step k_step v_step f_step b_step"),
         ("lower_bound", REAL),
-        *[
-            (name, AT)
-            for name in "offsets states_begin q k v f b rate bias initial o final states delta d_o d_final"
-            " dq dk dv df db drate dbias dinitial".split()
-        ],
+        *fields(AT, "offsets states_begin q k v f b rate bias initial o final states delta d_o d_final"),
+        *fields(AT, "dq dk dv df db drate dbias dinitial"),
     ]
 
 
@@ -51,25 +47,18 @@ def _call(
             torch.tensor([0, *(-(-length // TIME) for length in segments.lengths)]).cumsum(0),
         ),
     )
-    rate_G = x.A_log.exp()
-    everything = x._asdict() | tensors | {"offsets": offsets, "states_begin": begins, "rate": rate_G}
-    everything["bias"] = everything.pop("dt_bias")
-    del everything["A_log"]
-    steps = [tensor.stride(0) for tensor in x[:5]]
-    it = Recurrence(segments.num, x.q.shape[1], heads, x.q.shape[2], values, *steps, lower_bound or 0.0)
-    for name, tensor in everything.items():
-        setattr(it, name, None if tensor is None else tensor.data_ptr())
+    rate_G, (*rows, _, bias_GK) = x.A_log.exp(), x
+    steps = [tensor.stride(0) for tensor in rows]
+    made = Recurrence(segments.num, x.q.shape[1], heads, x.q.shape[2], values, *steps, lower_bound or 0.0)
+    tensors |= dict(zip("qkvfb", rows)) | {"offsets": offsets, "states_begin": begins}
+    # A head of a document is a sequence of its own.
     starts = [
         start * heads + head * length
         for start, length in zip(segments.offsets, segments.lengths)
         for head in range(heads)
     ]
-    run_shared(
-        compiled().recurrent,
-        (ctypes.byref(it), int(back)),
-        [*starts, tokens * heads],
-        torch.get_num_threads(),
-    )
+    starts.append(tokens * heads)
+    call("recurrent", made, starts, int(back), rate=rate_G, bias=bias_GK, **tensors)
 
 
 def _dense(tensors: Sequence[Tensor]) -> Inputs:
@@ -182,8 +171,8 @@ class Convolution(ctypes.Structure):
     """As in recurrent.cpp."""
 
     _fields_ = [
-        *[(name, INT) for name in "channels width x_step".split()],
-        *[(name, AT) for name in "blocks begins ends documents x weight taps y dy dx dweight dtaps".split()],
+        *fields(INT, "channels width x_step"),
+        *fields(AT, "blocks begins ends documents x weight taps y dy dx dweight dtaps"),
     ]
 
 
@@ -204,14 +193,9 @@ def _blocks(segments: Segments) -> dict[str, Tensor]:
 
 
 def _convolve(back: bool, segments: Segments, x_TC: Tensor, weight_WC: Tensor, **tensors: Any) -> None:
-    everything = _blocks(segments) | {"x": x_TC, "weight": weight_WC} | tensors
-    it = Convolution(x_TC.shape[1], len(weight_WC), x_TC.stride(0))
-    for name, tensor in everything.items():
-        setattr(it, name, None if tensor is None else tensor.data_ptr())
-    blocks = len(everything["documents"])
-    run_shared(
-        compiled().convolution, (ctypes.byref(it), int(back)), range(blocks + 1), torch.get_num_threads()
-    )
+    blocks, made = _blocks(segments), Convolution(x_TC.shape[1], len(weight_WC), x_TC.stride(0))
+    rows = range(len(blocks["documents"]) + 1)
+    call("convolution", made, rows, int(back), x=x_TC, weight=weight_WC, **blocks, **tensors)
 
 
 class _ShortConv(torch.autograd.Function):

@@ -43,7 +43,6 @@ def compare(form, segments, leaves):
 @BOTH
 def test_values_and_gradients_match_the_definition(form, lengths, monkeypatch):
     # Blocks of 16 rows: documents cross block edges.
-    monkeypatch.setattr(conv, "_BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(recurrent, "ROWS", 16)
     every = product((2, 3, 4), (False, True), (0, 1))
     # The interpreter is slow.
