@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
+from torch.nn.functional import pad
 
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from earlyfusion.model.engine.requests import (
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.layers import Experts
 from earlyfusion.pipeline.bench.engine import our_model
 from earlyfusion.pipeline.bench.frame import alternate, compared, save_record
 from earlyfusion.pipeline.config.compose import compose, load_config, validate
@@ -318,6 +320,8 @@ class DraftsOptions(Options):
     """of the answers"""
     tokens: PositiveInt = 256
     """most tokens of an answer"""
+    widen: PositiveInt = 1
+    """experts so many times as wide, filled up with zeros: the same answers at a larger model's cost"""
     rounds: PositiveInt = 5
     """rounds, each side once a round"""
     out: str = "runs/bench/drafts.json"
@@ -329,6 +333,18 @@ def draft_prompts(model: NativeFusion, tokenizer: Tokenizer, options: DraftsOpti
     config = validate(compose([options.recipe]), RLConfig)
     pool = PromptPool(config, tokenizer, model.config.vision)
     return [prompt.encoded for prompt in pool.draw(options.groups, 0, slice(None), lambda table: table)]
+
+
+def widen(model: NativeFusion, times: int) -> None:
+    """Experts of so many times the width that do what they did: the rest of their weights is zero."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            # Gate rows first, then those of the other factor.
+            parts = module.gate_up_proj.detach().chunk(2, dim=1)
+            more = parts[0].shape[1] * (times - 1)
+            joined = torch.cat([pad(part, (0, 0, 0, more)) for part in parts], dim=1)
+            module.gate_up_proj = torch.nn.Parameter(joined)
+            module.down_proj = torch.nn.Parameter(pad(module.down_proj.detach(), (0, more)))
 
 
 def in_turn(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
@@ -358,6 +374,7 @@ def drafts(options: DraftsOptions) -> None:
     folder = model_folder(options.model)
     # As in a run: the compiled engine takes float32.
     model, tokenizer = load_model(folder, dtype=torch.float32).eval(), Tokenizer.load(folder)
+    widen(model, options.widen)
     prompts = draft_prompts(model, tokenizer, options)
     parts: Record = {}
     for size in [int(text) for text in options.sizes.split(",")]:
@@ -380,5 +397,6 @@ def drafts(options: DraftsOptions) -> None:
         for name in ("drafted_tokens", "accepted_drafts"):
             row[f"{name}/token"] = (after[name] - before[name]) / (tokens * options.rounds)
         parts[f"{size} at once"] = row | {"same tokens": written[0] == written[1]}
-    show(f"answers of {options.model} with drafts of siblings", parts)
+    size = sum(weight.numel() for weight in model.parameters()) / 1e6
+    show(f"answers of {options.model} ({size:,.1f}M parameters) with drafts of siblings", parts)
     save_record(options.out, options.model_dump(mode="json"), **parts)
