@@ -397,6 +397,6 @@ def drafts(options: DraftsOptions) -> None:
         for name in ("drafted_tokens", "accepted_drafts"):
             row[f"{name}/token"] = (after[name] - before[name]) / (tokens * options.rounds)
         parts[f"{size} at once"] = row | {"same tokens": written[0] == written[1]}
-    size = sum(weight.numel() for weight in model.parameters()) / 1e6
-    show(f"answers of {options.model} ({size:,.1f}M parameters) with drafts of siblings", parts)
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    show(f"answers of {options.model} ({millions:,.1f}M parameters) with drafts of siblings", parts)
     save_record(options.out, options.model_dump(mode="json"), **parts)
