@@ -70,6 +70,12 @@ class Slow(Environment):
         return Step((Message("user", (Text("and then?", 0.0),)),), None if self.left else 1.0, not self.left)
 
 
+async def late(problem: Problem, response: str) -> float:
+    """A reward of nothing that takes 60 ms, as one that asks somebody would."""
+    await asyncio.sleep(0.06)
+    return 0.0
+
+
 class EnvironmentsOptions(Options):
     conversations: PositiveInt = 1024
     """conversations at once"""

@@ -61,6 +61,7 @@ STUDIES = {
     ),
     "objectives": Verb(f"{_STUDY}:objectives", "objectives of RL off policy, at equal samples"),
     "toggle": Verb(f"{_STUDY}:toggle", "tokens saved by Toggle at equal accuracy"),
+    "asynchronous": Verb(f"{_STUDY}:asynchronous", "rollouts one step ahead of training, and not"),
     "joint": Verb(f"{_STUDY}:joint", "RL batches of both forms against a stage for each"),
     "tools": Verb(f"{_STUDY}:tools", "tool use that needs eyes, after fine-tuning in words alone"),
     "swarm": Verb(f"{_STUDY}:swarm", "rewards that keep an orchestrator from serial collapse"),

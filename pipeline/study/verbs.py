@@ -95,7 +95,7 @@ def conduct(options: StudyOptions, config: StudyConfig, out: Path) -> int:
 optimizer, residuals, hybrid = map(named, ("optimizer", "residuals", "hybrid"))
 fusion, qkclip = named("fusion"), named("qkclip")
 transfer, transfer_steps = named("transfer"), named("transfer_steps")
-objectives, toggle = named("objectives"), named("toggle")
+objectives, toggle, asynchronous = named("objectives"), named("toggle"), named("asynchronous")
 joint, tools, swarm = named("joint"), named("tools"), named("swarm")
 
 
