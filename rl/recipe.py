@@ -257,6 +257,13 @@ class RolesSection(Section):
     """Which answers are written where (rl/fleet/schedule.py): request, divided, context."""
     chunk: PositiveInt = 256
     """Tokens of an answer before it may move to another engine."""
+    servers: list[str] = []
+    """In place of engines of our own: OpenAI-compatible servers that take and tell token ids
+    ("http://localhost:8000/v1"), started on the model that the run begins with (rl/fleet/served.py)."""
+    weights_to: str = "weights"
+    """Folder, seen by the servers, that they are given new weights in."""
+    reload: Literal["update_weights_from_disk", "reload_weights"] = "update_weights_from_disk"
+    """How they are asked to read it: that route (SGLang, earlyfusion serve), or vLLM's reload_weights."""
 
 
 class JudgeSection(Section):
@@ -462,9 +469,14 @@ class RLConfig(Section):
 
         # Engines of their own.
         roles = self.roles
-        if roles.ahead and not roles.engines:
+        if roles.ahead and not (roles.engines or roles.servers):
             raise ValueError(
                 "roles.ahead without roles.engines: nobody would write meanwhile; set roles.engines"
+            )
+        if roles.servers and (roles.engines or rollout.replay_routing or self.temperature.start != 1):
+            raise ValueError(
+                "roles.servers: expected roles.engines = 0, rollout.replay_routing = false (they do not tell"
+                " experts) and temperature.start = 1 (of their log-probabilities)"
             )
         if roles.ahead and (self.has_tools or rollout.token_cap is not None or rollout.fraction < 1):
             raise ValueError(

@@ -72,6 +72,7 @@ from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import Guard, Update, check_frozen, update
 from earlyfusion.rl.fleet.fleet import Fleet
 from earlyfusion.rl.fleet.remote import EngineOptions, Process, Remote
+from earlyfusion.rl.fleet.served import Served, ServedOptions
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.measure import measure_heldout
 from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
@@ -121,6 +122,10 @@ def build_engine(
         "run_ahead": 1 if config.watched else RUN_AHEAD,
         "speculate": True,
     }
+    if roles.servers:
+        given = ServedOptions(folder, Path(roles.weights_to), roles.reload, slots, longest)
+        servers = [Served(url, given) for url in roles.servers]
+        return Fleet(servers, roles.policy, roles.chunk, about["max_waiting"] * rollout.group_size, tokenizer)
     if several:
         told = str(dtype).removeprefix("torch.")
         options = EngineOptions(str(folder), dtype=told, threads=config.train.threads, engine=about)

@@ -57,13 +57,15 @@ class EndpointModel:
         self.name = model
 
     def request(self, path: str, body: Record | None = None) -> Record:
-        """The JSON answer; a server that is busy or away is asked again, a little later each time."""
+        """The JSON answer; a server that is busy or away is asked again, a little later each time. path:
+        below /v1, or a whole address."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         # A request with a body is a POST.
         data = json.dumps({"model": self.name, **body}).encode() if body else None
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        url = path if "://" in path else self.url + path
+        request = urllib.request.Request(url, data=data, headers=headers)
 
         for attempt in range(self.tries):
             try:
@@ -88,7 +90,7 @@ class EndpointModel:
             # Twice as long each time: a busy server is not helped by more requests.
             if attempt + 1 < self.tries:
                 time.sleep(FIRST_WAIT_S * 2**attempt)
-        raise EvalError(f"{self.url}{path}: {problem}")
+        raise EvalError(f"{url}: {problem}")
 
     def count_tokens(self, text: str) -> int:
         """The server is not asked: about one token for every three bytes, which is more than most tokenizers

@@ -52,6 +52,7 @@ class Phase1(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qw_SD: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, ...]:
         qw, v = qw_SD.contiguous(), [source.contiguous() for source in sources]
+        # Separate tensors: gradients of parts of one would be put together again.
         rows, width = v[0].shape
         o = [qw.new_empty(rows, width) for _ in qw]
         lse = [qw.new_empty(rows) for _ in qw]
@@ -91,6 +92,7 @@ class Merge(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_TD: Tensor) -> tuple[Tensor | None, ...]:
+        # As they were handed over, dense.
         named = dict(zip(("o1", "lse", "partial", "qw"), ctx.saved_tensors))
         rows, width = dh_TD.shape
         made = {"d_o1": named["o1"], "d_lse": named["lse"], "dpartial": named["partial"]}

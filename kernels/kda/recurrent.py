@@ -79,8 +79,10 @@ class _Recurrent(torch.autograd.Function):
         x = _dense(tensors)
         state = (x.v.shape[1], x.q.shape[2], x.v.shape[2])
         initial = None if initial is None else initial.float().contiguous()
+        # Everything is written by the C++.
         o, final = x.v.new_empty(x.v.shape), x.v.new_empty(segments.num, *state)
         states = delta = None
+        # Kept only where there is somebody to come back.
         if any(ctx.needs_input_grad):
             chunks = sum(-(-length // TIME) for length in segments.lengths)
             states, delta = x.v.new_empty(chunks, *state), x.v.new_empty(x.v.shape)
@@ -121,6 +123,7 @@ class _Recurrent(torch.autograd.Function):
         if group > 1:
             # The value heads of a group share one query and one key.
             dq, dk = (each.unflatten(1, (-1, group)).sum(2) for each in (dq, dk))
+        # Documents have summed for themselves: their order is fixed, whoever worked on them.
         made = (dq, dk, dv, df, db, drate.sum(0), dbias.sum(0))
         return None, None, dinitial, *(each.to(like.dtype) for each, like in zip(made, given))
 

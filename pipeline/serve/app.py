@@ -7,6 +7,7 @@
     GET  /  a page to talk to the model (playground.html)
     GET  /health  /v1/models  /v1/models/{name}  /stats
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
+    POST /update_weights_from_disk  {"model_path": ...}, below --weights-from
     POST /page  GET /page/{id}  a page that the model wrote, to be looked at (website.py)
 
 Chat and completions, streamed or whole; tools, where the model speaks the chat form; pictures, video files
@@ -32,7 +33,7 @@ from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.errors import UserError, one_line
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Request, RequestError, SamplingParams, TokenPrompt
 from earlyfusion.model.hub.config import model_folder, model_name
@@ -58,6 +59,7 @@ from earlyfusion.pipeline.serve.protocol import (
     CompletionRequest,
     Limits,
     Refused,
+    WeightsRequest,
     read,
     sse,
     wants_logprobs,
@@ -108,6 +110,8 @@ class ServeOptions(Options):
     """most pictures and frames of a request"""
     max_new_tokens: int = 4096
     """longest answer, in tokens"""
+    weights_from: str = ""
+    """folder that callers may have new weights read from (/update_weights_from_disk); empty: nobody"""
     grace: int = 30
     """seconds that requests in flight have when the server stops"""
 
@@ -146,6 +150,7 @@ class Service:
             images=options.max_images,
             new_tokens=options.max_new_tokens,
         )
+        self.weights_from = Path(options.weights_from).resolve() if options.weights_from else None
         self.worker = EngineWorker(engine, max_open=options.queue)
         self.preparer = Preparer(Setup(self.tokenizer, model.config.vision, self.template))
 
@@ -187,6 +192,20 @@ class Service:
         params = self.params(body)
         prompts = [await self.text_prompt(prompt) for prompt in body.prompts(self.limits)]
         return await self.respond(body, params, prompts)
+
+    async def update_weights(self, http: HttpRequest) -> Response:
+        """As SGLang has it: what a trainer has left in a folder that both see. Answers under way go on."""
+        # Links are followed before anything is compared.
+        folder = Path(read(WeightsRequest, http.state.incoming.taken()).model_path).resolve()
+        if self.weights_from is None or not folder.is_relative_to(self.weights_from):
+            text = "model_path: weights are read from the folder of --weights-from alone"
+            raise Refused(text, status=403, param="model_path")
+        try:
+            weights = (await asyncio.to_thread(load_model, folder)).state_dict()
+            version = await self.worker.load(weights)
+        except (UserError, ValueError, OSError) as error:
+            return JSONResponse({"success": False, "message": one_line(error, 300)}, 400)
+        return JSONResponse({"success": True, "message": f"version {version}"})
 
     # ---- What they share.
 
@@ -269,6 +288,7 @@ def create_app(service: Service, options: ServeOptions) -> Front:
         Route("/", page(Path(__file__).with_name("playground.html"))),
         Route("/health", service.health),
         Route("/stats", service.stats),
+        Route("/update_weights_from_disk", service.update_weights, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.models),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),

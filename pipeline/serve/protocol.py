@@ -308,6 +308,12 @@ class CompletionRequest(Common):
         return self.prompt
 
 
+class WeightsRequest(BaseModel):
+    """POST /update_weights_from_disk, where what else SGLang knows is not looked at."""
+
+    model_path: str
+
+
 Body = TypeVar("Body", bound=BaseModel)
 
 

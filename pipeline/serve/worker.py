@@ -10,10 +10,12 @@ whoever waits for them.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
+
+from torch import Tensor
 
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Event, Request
@@ -77,6 +79,24 @@ class EngineWorker:
             for unfinished in left:
                 self.waiting.pop(unfinished, None)
                 self._inbox.put(partial(self.engine.cancel, unfinished))
+
+    async def load(self, weights: Mapping[str, Tensor]) -> int:
+        """New weights between two steps, for unfinished answers as well; their version. Raises ValueError for
+        those of another model."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+
+        def load() -> None:
+            version = self.engine.scheduler.version + 1
+            try:
+                self.engine.load_weights(weights, version)
+                loop.call_soon_threadsafe(done.set_result, version)
+            except ValueError as error:
+                loop.call_soon_threadsafe(done.set_exception, error)
+
+        # The engine's thread does it, between two steps.
+        self._inbox.put(load)
+        return await done
 
     def cut(self, why: str) -> None:
         """End all requests now: whoever waits gets EngineStopped."""
