@@ -5,6 +5,7 @@ Bandwidth counts everything from the first question to the word upon which the v
 """
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
@@ -33,7 +34,7 @@ LOOKED_AT = 64
 class WeightsyncOptions(Options):
     mib: PositiveInt = 1024
     """MiB of weights"""
-    slice_mib: PositiveInt = 4
+    slice_mib: PositiveInt = 2
     """MiB of a slice"""
     rounds: PositiveInt = 3
     """rounds, each side once a round"""
@@ -68,6 +69,8 @@ def engine(told: Connection) -> None:
     while (asked := told.recv()) is not None:
         (reading.set if asked == "read" else reading.clear)()
         told.send((reads, mixed))
+    # Threads of C++ may still be at work: they end with the process.
+    os._exit(0)
 
 
 class Hanging(TcpRail):

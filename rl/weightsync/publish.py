@@ -19,7 +19,7 @@ from earlyfusion.rl.weightsync.layout import Manifest, SyncError
 from earlyfusion.rl.weightsync.spray import Sent, Sprayer
 from earlyfusion.rl.weightsync.wire import Address, Rail, connect, read_message, write_message
 
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 2 << 20
 ROUNDS = 3
 """Times that slices which did not come are sent again."""
 
