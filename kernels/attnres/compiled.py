@@ -43,7 +43,7 @@ def _starts(rows: int) -> list[int]:
 
 
 def _sums(rows: int, *shape: int) -> Tensor:
-    return torch.zeros(-(-rows // ROWS), *shape)
+    return torch.zeros(-(-rows // ROWS), *shape, dtype=torch.float32)
 
 
 class Phase1(torch.autograd.Function):

@@ -174,7 +174,9 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
     """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of
     ``partial_TD``."""
-    served = compiled.serves(o1_TD, lse1_T, partial_TD, qw_D)
+    # (The C++ takes sizes as they are told.)
+    fits = o1_TD.shape == partial_TD.shape == (len(lse1_T), len(qw_D))
+    served = fits and compiled.serves(o1_TD, lse1_T, partial_TD, qw_D)
     return (compiled.Merge if served else _Merge).apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
 
 

@@ -219,7 +219,7 @@ void rows_back(const Tokens& x, int64_t t, const float* d_o, const float* delta,
   }
 }
 
-// From a gradient of log decays to those of its input and parameters. A_log's is at `rate`.
+// From a gradient of log decays to those of their input and parameters: A_log's is added to `rate_sum`, a number a channel.
 template <bool BOUNDED>
 void gate_back(const Tokens& x, int64_t token, const float* g, const float* dg, float* df, float* rate_sum, float* dbias) {
   const float *f = x.of.f + token * x.of.f_step + x.head * x.K, *bias = x.of.bias + x.head * x.K;

@@ -24,6 +24,15 @@ static inline vec all(float x) { return x - vec{}; }
 static inline vec load(const float* p) { vec v; memcpy(&v, p, sizeof v); return v; }
 static inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 static inline float sum(vec v) {  // halves added to halves
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector) && defined(__AVX512F__)
+  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  return v[0];
+#endif
+#endif
   typedef float four __attribute__((vector_size(16)));
   four part[WIDTH / 4];
   memcpy(part, &v, sizeof v);

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from earlyfusion.kernels.cpu.program import AT, INT, REAL, call, fields, library
 from earlyfusion.kernels.kda import chunk, conv
 from earlyfusion.kernels.products import wide_dtype
-from earlyfusion.kernels.segments import Inputs, Segments, check_conv, check_kda
+from earlyfusion.kernels.segments import Inputs, Segments, check_conv, check_kda, check_shapes
 
 TIME = 32
 """Tokens between states that are kept for the backward, as in recurrent.cpp."""
@@ -74,7 +74,12 @@ def _dense(tensors: Sequence[Tensor]) -> Inputs:
 class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, lower_bound: float | None, segments: Segments, initial: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        lower_bound: float | None,
+        segments: Segments,
+        keep: bool,
+        initial: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x = _dense(tensors)
         state = (x.v.shape[1], x.q.shape[2], x.v.shape[2])
@@ -83,7 +88,7 @@ class _Recurrent(torch.autograd.Function):
         o, final = x.v.new_empty(x.v.shape), x.v.new_empty(segments.num, *state)
         states = delta = None
         # Kept only where there is somebody to come back.
-        if any(ctx.needs_input_grad):
+        if keep:
             chunks = sum(-(-length // TIME) for length in segments.lengths)
             states, delta = x.v.new_empty(chunks, *state), x.v.new_empty(x.v.shape)
         _call(False, segments, lower_bound, x, initial=initial, o=o, final=final, states=states, delta=delta)
@@ -125,7 +130,7 @@ class _Recurrent(torch.autograd.Function):
             dq, dk = (each.unflatten(1, (-1, group)).sum(2) for each in (dq, dk))
         # Documents have summed for themselves: their order is fixed, whoever worked on them.
         made = (dq, dk, dv, df, db, drate.sum(0), dbias.sum(0))
-        return None, None, dinitial, *(each.to(like.dtype) for each, like in zip(made, given))
+        return None, None, None, dinitial, *(each.to(like.dtype) for each, like in zip(made, given))
 
 
 def kda(
@@ -159,8 +164,11 @@ def kda(
             initial_state_NGKV=initial_state_NGKV,
             output_final_state=output_final_state,
         )
-    check_kda("kda", x, segments.total, lower_bound)
-    o_TGV, final_NGKV = _Recurrent.apply(lower_bound, segments, initial_state_NGKV, *x)
+    sizes = check_kda("kda", x, segments.total, lower_bound) | {"N": segments.num}
+    check_shapes("kda", sizes, initial_state_NGKV=initial_state_NGKV)
+    # (A function's own flags tell of its inputs alone, not of torch.no_grad.)
+    keep = torch.is_grad_enabled()
+    o_TGV, final_NGKV = _Recurrent.apply(lower_bound, segments, keep, initial_state_NGKV, *x)
     return o_TGV, final_NGKV if output_final_state else None
 
 
