@@ -82,17 +82,24 @@ class EngineWorker:
 
     async def load(self, weights: Mapping[str, Tensor]) -> int:
         """New weights between two steps, for unfinished answers as well; their version. Raises ValueError for
-        those of another model."""
+        those of another model, EngineStopped."""
+        if not self.accepting:
+            raise self.stopped
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
 
         def load() -> None:
             version = self.engine.scheduler.version + 1
+            tell: Callable[[], object] = partial(done.set_result, version)
             try:
                 self.engine.load_weights(weights, version)
-                loop.call_soon_threadsafe(done.set_result, version)
-            except ValueError as error:
-                loop.call_soon_threadsafe(done.set_exception, error)
+            except Exception as error:
+                tell = partial(done.set_exception, error)
+                if not isinstance(error, ValueError):  # perhaps half of them are there: the engine has failed
+                    raise
+            finally:
+                # Whoever asked may have gone.
+                loop.call_soon_threadsafe(lambda: done.done() or tell())
 
         # The engine's thread does it, between two steps.
         self._inbox.put(load)
