@@ -473,10 +473,12 @@ class RLConfig(Section):
             raise ValueError(
                 "roles.ahead without roles.engines: nobody would write meanwhile; set roles.engines"
             )
-        if roles.servers and (roles.engines or rollout.replay_routing or self.temperature.start != 1):
+        drawn = self.temperature.start, self.temperature.end, rollout.top_p, rollout.min_p
+        if roles.servers and (roles.engines or rollout.replay_routing or drawn != (1, 1, 1, 0)):
             raise ValueError(
                 "roles.servers: expected roles.engines = 0, rollout.replay_routing = false (they do not tell"
-                " experts) and temperature.start = 1 (of their log-probabilities)"
+                " experts), and temperature.start = temperature.end = 1 without top_p and min_p (of their"
+                " log-probabilities)"
             )
         if roles.ahead and (self.has_tools or rollout.token_cap is not None or rollout.fraction < 1):
             raise ValueError(

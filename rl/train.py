@@ -45,6 +45,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import summary, write_measured
 from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.eval.rewards import STATUSES, Scored, make_reward
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.engine.scheduler import token_rules
@@ -123,7 +124,10 @@ def build_engine(
         "speculate": True,
     }
     if roles.servers:
-        given = ServedOptions(folder, Path(roles.weights_to), roles.reload, slots, longest)
+        # Each would write the same folder.
+        if runtime.world > 1:
+            raise UserError(f"roles.servers with {runtime.world} processes that train; expected one")
+        given = ServedOptions(folder, Path(roles.weights_to).resolve(), roles.reload, slots, longest)
         servers = [Served(url, given) for url in roles.servers]
         return Fleet(servers, roles.policy, roles.chunk, about["max_waiting"] * rollout.group_size, tokenizer)
     if several:

@@ -44,6 +44,7 @@ from earlyfusion.model.engine.requests import (
     TokenPrompt,
 )
 from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.parallel.shard import full
 from earlyfusion.pipeline.runtime import keep_freed_memory
 from earlyfusion.rl.fleet.fleet import Local, PartRefused
 from earlyfusion.rl.fleet.schedule import Room
@@ -344,8 +345,7 @@ class Remote:
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights.items():
-                whole: Any = weight
-                yield name, (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).detach()
+                yield name, full(weight).detach()
 
         pack(gathered(), manifest, buffer)
         failed = {}

@@ -7,8 +7,10 @@ out.
 Answers come whole: a part that is paused is asked for again from where it began. Weights go by a folder that
 trainer and servers see; they are asked to read it:
 
-    update_weights_from_disk  POST /update_weights_from_disk with the folder (SGLang, earlyfusion serve)
+    update_weights_from_disk  POST /update_weights_from_disk with the folder (earlyfusion serve; SGLang's)
     reload_weights            POST /collective_rpc (vLLM in development mode): it reads its own folder again
+
+Both ways are tested with our own server alone. vLLM's weight transfer over NCCL is not spoken.
 
 A token's version is that of the weights when its answer was asked for: the oldest that it may be of.
 """
@@ -20,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,18 +43,13 @@ from earlyfusion.model.engine.requests import (
 )
 from earlyfusion.model.engine.scheduler import WRITTEN
 from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline.parallel.shard import full
 from earlyfusion.rl.fleet.fleet import PartRefused
 from earlyfusion.rl.fleet.schedule import Room
 
 PAGE = 16
 NOTHING = TokenPrompt(torch.zeros(1, dtype=torch.long))
 """In the place of a prompt that the fleet has."""
-
-
-def whole(weight: Any) -> Tensor:
-    """A sharded tensor put together."""
-    found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return found
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,10 @@ class Served:
         for wrong, why in (
             (request.prompt.patches is not None, "pictures: servers take token ids alone"),
             (request.capture_routing, "they do not tell experts: set rollout.replay_routing = false"),
-            (params.logprobs and params.temperature != 1, "their log-probabilities are at temperature 1"),
+            (
+                params.logprobs and (params.temperature, params.top_p, params.min_p) != (1, 1, 0),
+                "their log-probabilities are at temperature 1, over all tokens",
+            ),
             (params.banned_ids, "banned_ids are not served"),
         ):
             if wrong:
@@ -190,7 +189,7 @@ class Served:
         failed = {}
         for options in {one.options for one in instances}:
             model = load_model(options.start)
-            model.load_state_dict({name: whole(weight) for name, weight in weights.items()})
+            model.load_state_dict({name: full(weight) for name, weight in weights.items()})
             save_model(model, Tokenizer.load(options.start), options.weights)
         for place, one in enumerate(instances):
             root = one.server.url.removesuffix("/v1")
