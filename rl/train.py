@@ -381,6 +381,10 @@ class Reinforcement:
             bare, whole_weight = merged(self.model)
             weights = {name: whole_weight(name) for name in bare.state_dict()}
         self.engine.load_weights(weights, self.update)
+        if isinstance(self.engine, Fleet):
+            for message in self.engine.told:
+                self.tracker.event(self.update, "note", message=message)
+            self.engine.told.clear()
 
     def count_solved(self, found: Experience) -> None:
         """Tell the curriculum how the prompts went, on all processes."""

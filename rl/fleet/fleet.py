@@ -8,7 +8,8 @@ is unfinished to where there is room.
 
 A part ends with the answer's state exported: it may go on anywhere. What is drawn depends on request, number
 and position alone, so neither parts nor moves change a token. An engine that is gone is closed; its answers
-go on elsewhere from their last export and write the same tokens again, which are not told twice.
+go on elsewhere from their last export and write the same tokens again, which are not told twice. Another is
+begun in its place, which joins with the next weights.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ PACED = 4
 """Tokens of a part from which on its pace says something."""
 WAIT_S = 0.05
 """Seconds that a step waits for engines in other processes."""
+RESTARTS = 3
+"""How often an engine is begun anew where none has ended a part: what kills all is not mended by another."""
 
 
 class FleetError(UserError):
@@ -79,6 +82,9 @@ class Instance(Protocol):
     # New weights to several of its kind; by their places: why one did not take them.
     @staticmethod
     def publish(instances: Any, weights: Mapping[str, Tensor], version: int) -> dict[int, str]: ...
+
+    # Another in the place of this one, which is gone; None: not there yet, ask again.
+    def successor(self) -> Instance | None: ...
 
     def close(self) -> None: ...
 
@@ -120,6 +126,9 @@ class Local:
         for one in instances:
             one.engine.load_weights(weights, version)
         return {}
+
+    def successor(self) -> None:
+        """It goes with this process."""
 
     def close(self) -> None:
         """Nothing to do."""
@@ -170,6 +179,8 @@ class Fleet:
         self.parts: dict[str, list[Answer]] = {}
         self.events: list[Event] = []
         self.lost: dict[int, str] = {}
+        self.restarts: Counter[int] = Counter()
+        self.told: list[str] = []  # what happened to engines, for whoever trains
         self.counts: Counter[str] = Counter()
 
     # ---- requests
@@ -398,6 +409,7 @@ class Fleet:
                 self.events.append(Event(job.request.id, job.index, tokens, ""))
             return
         self._measure(job, len(done.ids))
+        self.restarts.pop(job.room or 0, None)
         # The part's limit is not the answer's.
         more = done.finish_reason == "length" and len(done.ids) < job.limit
         if more and left is not None:
@@ -454,6 +466,24 @@ class Fleet:
             job.part = ""
         self.scheduler.lost(number, jobs)
         self.counts["lost"] += 1
+        self.told.append(f"engine {number} is gone: {self.lost[number]}")
+        # It loads while the others go on.
+        self._succeed(number)
+
+    def _succeed(self, number: int) -> None:
+        """Begin an engine in the place of one that is gone, or take it in where it has come up."""
+        if self.restarts[number] >= RESTARTS:
+            return
+        try:
+            found = self.instances[number].successor()
+        except OSError as error:
+            found, why = None, one_line(error, 120)
+            self.restarts[number] += 1
+            self.told.append(f"engine {number}: none in its place: {why}")
+        if found is not None:
+            self.restarts[number] += 1
+            self.join(number, found)
+            self.told.append(f"engine {number} is there again")
 
     def join(self, number: int, instance: Instance) -> None:
         """An engine in the place of one that is gone. Its weights are the caller's business."""
@@ -469,6 +499,8 @@ class Fleet:
     def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """New weights for all engines; tokens from here on carry their version."""
         self.version = version
+        for number in list(self.lost):
+            self._succeed(number)
         alive = [number for number in range(len(self.instances)) if number not in self.lost]
         # All of a kind at once: one copy of the weights serves every process.
         for kind in {type(self.instances[number]) for number in alive}:
@@ -498,6 +530,5 @@ class Fleet:
 
     def close(self) -> None:
         """End all engines."""
-        for number, instance in enumerate(self.instances):
-            if number not in self.lost:
-                instance.close()
+        for instance in self.instances:
+            instance.close()

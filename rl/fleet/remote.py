@@ -266,7 +266,8 @@ class Remote:
     news = threading.Event()
 
     def __init__(self, process: Process, folder: Path = MEMORY) -> None:
-        self.process = process
+        self.process, self.folder = process, folder
+        self.next: Process | None = None
         port, address = process.ready()
         self.wire = Wire(socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S))
         self.wire.send({"token": address.token})
@@ -362,6 +363,15 @@ class Remote:
                 failed[place] = str(told["error"])
         return failed
 
+    def successor(self) -> Remote | None:
+        """See Instance. Its process loads what this one's did. Raises OSError for one that cannot."""
+        if self.next is None:
+            self.next = Process(self.process.options)
+        if not self.next.told.poll(0):
+            return None
+        process, self.next = self.next, None
+        return Remote(process, self.folder)
+
     def close(self) -> None:
         """End the process as well."""
         self.wire.close()
@@ -369,3 +379,5 @@ class Remote:
         for rail in self.rails:
             rail.close()
         self.process.close()
+        if self.next is not None:
+            self.next.close()

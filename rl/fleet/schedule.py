@@ -15,7 +15,8 @@ next:
                 trainers do)
     divided     chunks, first come first served
     context     chunks; the first answer of every group before all others, the shortest of these first; then
-                those believed to be longest, by the longest finished answer of their group (section 3.3)
+                those believed to have most left, by the longest finished answer of their group (section 3.3,
+                which goes by the whole length)
     oracle      chunks, the longest first, by lengths that nobody knows beforehand: a bound
 
 Answers of a group help to foresee each other only as far as their lengths go together. The correlation is
@@ -205,9 +206,10 @@ class Scheduler:
         if self.policy == "context" and not self.weak:
             if job.probe:
                 return (0, job.written, job.order)
-            # Until a sibling has finished, an answer may become the longest there is.
-            believed = max(self.longest.get(job.group, job.limit), job.written)
-            return (1, -believed, job.order)
+            # Until a sibling has finished, an answer may become the longest there is. By what is left, not by
+            # the whole: who has nearly all can wait, who has little and gets far is what the end waits for.
+            left = max(0, self.longest.get(job.group, job.limit) - job.written)
+            return (1, -left, job.order)
         return (job.order,)
 
     def starts(self) -> Iterator[tuple[Job, int, int]]:
@@ -231,7 +233,8 @@ class Scheduler:
     def _room_for(self, job: Job, need: int) -> int | None:
         if self.policy == "request":
             home = self.homes[job.group]
-            return home if self.rooms[home].takes(need, begun=True) else None
+            # Where answers grow, some room is left for that, or who comes is at once taken out again.
+            return home if self.rooms[home].takes(need, begun=not self.grow) else None
         free = [i for i, room in enumerate(self.rooms) if room.takes(need, bool(job.written))]
         # Most room for tokens; where that is equal, where the answer has been.
         best = max(free, key=lambda i: (self._share_left(i), i == job.room), default=None)

@@ -48,6 +48,8 @@ from earlyfusion.rl.fleet.fleet import PartRefused
 from earlyfusion.rl.fleet.schedule import Room
 
 PAGE = 16
+ASKED_S = 5.0
+"""Seconds that a server which was gone may take to say that it is there."""
 NOTHING = TokenPrompt(torch.zeros(1, dtype=torch.long))
 """In the place of a prompt that the fleet has."""
 
@@ -204,6 +206,14 @@ class Served:
             except EvalError as error:
                 failed[place] = one_line(error, 200)
         return failed
+
+    def successor(self) -> Served | None:
+        """See Instance: the same server, where somebody has started it again."""
+        try:
+            EndpointModel(self.server.url, concurrent=1, tries=1, timeout_s=ASKED_S)
+            return Served(self.server.url, self.options)
+        except EvalError:
+            return None
 
     def close(self) -> None:
         """The server goes on; nothing more is asked of it."""

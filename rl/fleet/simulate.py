@@ -209,6 +209,11 @@ def simulate(
             break
         site.advance(site.count())
         now = site.clock
+        if preempt:
+            # Answers that reserve nothing hold what they have become, and nobody comes in beside them.
+            for job in site.until:
+                job.held = job.prompt + job.written
+            rooms[sites.index(site)].held = site.tokens
         for job in [job for job, until in site.until.items() if job.written == until]:
             site.drop(job)
             ended = job.written == job.length

@@ -80,6 +80,18 @@ def test_other_processes_answer_take_weights_and_may_die(fleet):
     equal_bits(newer, by_sample(done for handle in handles for done in handle.completions))
     assert list(fleet.lost) == [0] and fleet.stats()["lost"] == 1
 
+    # Another in its place, with the weights that come next; it writes what all would write.
+    gone = fleet.instances[0]
+    while not gone.next.told.poll(1.0):
+        pass
+    fleet.load_weights(net.state_dict(), 4)
+    assert not fleet.lost and fleet.instances[0] is not gone
+    assert [told.partition(" is ")[::2] for told in fleet.told][1:] == [("engine 0", "there again")]
+    again = fleet.generate(asked(8))
+    assert {done.versions[0] for done in again} == {4}
+    assert [done.ids for done in again] == [done.ids for done in newer.values()]
+    assert fleet.instances[0].process.process.is_alive()
+
 
 def test_who_does_not_know_the_token_gets_nothing(monkeypatch):
     process = Process(EngineOptions(str(FOLDER), engine={"max_slots": 2, "max_pages": 16}))

@@ -72,5 +72,14 @@ def test_a_server_answers_in_parts_and_takes_weights(tmp_path):
         fleet.instances[0].server.tries = 1
         with pytest.raises(Exception, match="no engine is left"):
             fleet.generate(requests)
+        # Started again, it is asked again, with the weights that come next.
+        server = Server(folder, f"--weights-from {weights.parent} --port {server.port}", key=None)
+        handles = list(fleet.handles.values())
+        fleet.load_weights(net.state_dict(), 3)
+        while fleet.has_work:
+            fleet.step()
+        assert all(set(done.versions) == {3} for handle in handles for done in handle.completions)
+        gone, there = (told.partition(":")[0] for told in fleet.told)
+        assert (gone, there) == ("engine 0 is gone", "engine 0 is there again")
     finally:
         server.close()
