@@ -283,7 +283,8 @@ def rollouts(options: RolloutsOptions) -> None:
     )
 
     # Ours first: the others are compared with it.
-    policies: dict[str, PolicyName] = {name: name for name in ("context", "divided", "request", "oracle")}
+    # The oracle is simulated alone: no scheduler of real engines is told the lengths.
+    policies: dict[str, PolicyName] = {name: name for name in ("context", "divided", "request")}
     run = lambda side: figures(real(engines, lengths, policies[side], options))
     columns = compared(alternate(policies, options.rounds, run))
     show(f"{options.engines} real engines, each on its clock", columns)

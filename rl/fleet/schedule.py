@@ -15,8 +15,7 @@ next:
                 trainers do)
     divided     chunks, first come first served
     context     chunks; the first answer of every group before all others, the shortest of these first; then
-                those believed to have most left, by the longest finished answer of their group (section 3.3,
-                which goes by the whole length)
+                those believed to be longest, by the longest finished answer of their group (section 3.3)
     oracle      chunks, the longest first, by lengths that nobody knows beforehand: a bound
 
 Answers of a group help to foresee each other only as far as their lengths go together. The correlation is
@@ -206,10 +205,9 @@ class Scheduler:
         if self.policy == "context" and not self.weak:
             if job.probe:
                 return (0, job.written, job.order)
-            # Until a sibling has finished, an answer may become the longest there is. By what is left, not by
-            # the whole: who has nearly all can wait, who has little and gets far is what the end waits for.
-            left = max(0, self.longest.get(job.group, job.limit) - job.written)
-            return (1, -left, job.order)
+            # Until a sibling has finished, an answer may become the longest there is.
+            believed = max(self.longest.get(job.group, job.limit), job.written)
+            return (1, -believed, job.order)
         return (job.order,)
 
     def starts(self) -> Iterator[tuple[Job, int, int]]:

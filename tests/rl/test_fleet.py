@@ -65,10 +65,9 @@ def test_probes_go_first_and_then_the_groups_that_became_long():
     for group, lengths in (("a", (10, 10)), ("b", (30, 30)), ("c", (20, 20))):
         for index, length in enumerate(lengths):
             scheduler.add(Job(f"{group}{index}", group, 5, 100, length))
-    # The first of each group, the shortest of these first, until all have ended; then by what is left of the
-    # lengths that those became.
+    # The first of each group, the shortest of these first, until all have ended; then by what those became.
     assert order_of(scheduler, 6) == ["a0", "b0", "c0", "b0", "c0", "b0"]
-    assert order_of(scheduler, 6) == ["b1", "c1", "b1", "a1", "c1", "b1"]
+    assert order_of(scheduler, 6) == ["b1", "b1", "b1", "c1", "c1", "a1"]
 
 
 def test_siblings_are_not_asked_where_their_lengths_say_nothing():
