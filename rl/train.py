@@ -382,9 +382,8 @@ class Reinforcement:
             weights = {name: whole_weight(name) for name in bare.state_dict()}
         self.engine.load_weights(weights, self.update)
         if isinstance(self.engine, Fleet):
-            for message in self.engine.told:
-                self.tracker.event(self.update, "note", message=message)
-            self.engine.told.clear()
+            while self.engine.told:
+                self.tracker.event(self.update, "note", message=self.engine.told.pop(0))
 
     def count_solved(self, found: Experience) -> None:
         """Tell the curriculum how the prompts went, on all processes."""

@@ -477,9 +477,9 @@ class Fleet:
         try:
             found = self.instances[number].successor()
         except OSError as error:
-            found, why = None, one_line(error, 120)
             self.restarts[number] += 1
-            self.told.append(f"engine {number}: none in its place: {why}")
+            self.told.append(f"engine {number}: none in its place: {one_line(error, 120)}")
+            return
         if found is not None:
             self.restarts[number] += 1
             self.join(number, found)

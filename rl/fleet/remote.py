@@ -265,8 +265,8 @@ class Remote:
 
     news = threading.Event()
 
-    def __init__(self, process: Process, folder: Path = MEMORY) -> None:
-        self.process, self.folder = process, folder
+    def __init__(self, process: Process) -> None:
+        self.process = process
         self.next: Process | None = None
         port, address = process.ready()
         self.wire = Wire(socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S))
@@ -276,8 +276,8 @@ class Remote:
         self.dtypes = dict.fromkeys(told["halves"], torch.bfloat16)
         # Shared memory where there is such a thing; the socket for what goes wrong there.
         rails: list[Rail] = [TcpRail(address)]
-        if folder.is_dir():
-            rails.insert(0, FileRail(address, folder))
+        if MEMORY.is_dir():
+            rails.insert(0, FileRail(address, MEMORY))
         self.rails, self.link = rails, Link(address, rails)
         self.told: list[Event] = []
         # Read by a thread as it comes; OSError: nothing more will.
@@ -370,7 +370,7 @@ class Remote:
         if not self.next.told.poll(0):
             return None
         process, self.next = self.next, None
-        return Remote(process, self.folder)
+        return Remote(process)
 
     def close(self) -> None:
         """End the process as well."""
