@@ -210,7 +210,7 @@ class Served:
     def successor(self) -> Served | None:
         """See Instance: the same server, where somebody has started it again."""
         try:
-            EndpointModel(self.server.url, concurrent=1, tries=1, timeout_s=ASKED_S)
+            EndpointModel(self.server.url, tries=1, timeout_s=ASKED_S)
             return Served(self.server.url, self.options)
         except EvalError:
             return None
