@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,7 +181,7 @@ def uses() -> Iterator[Use]:
 # ---- the device that compiles ----
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """(registers per thread, bytes of stack per thread) read from a cubin."""
     import triton
 
@@ -198,7 +199,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _compiled(name: str, arch: int, kernel: Any) -> Compiled:
     ptx, warps, shared = kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared
-    registers, stack = _resources(kernel.asm["cubin"])
+    registers, stack = resources(kernel.asm["cubin"])
     cores = "-"
     if "wgmma.mma_async" in ptx:
         cores = "wgmma"
@@ -208,37 +209,22 @@ def _compiled(name: str, arch: int, kernel: Any) -> Compiled:
     return Compiled(name, arch, warps, registers, stack, shared, cores, fits, ptx)
 
 
-def compile_operation(
-    operation: str, arch: int, only: str = "", ones: bool = False, **overrides: Any
-) -> list[Compiled]:
-    """Every kernel that an operation launches, each once; nothing of it runs.
+Launcher = Callable[..., Any]
+"""(compile, kernel's function, its arguments, grid, options) of a launch that is not made."""
 
-    only: kernels whose "name label" contains this. ones: all integer arguments are 1. overrides: options of
-    the launches, such as maxnreg (a cap on registers per thread).
-    """
+
+@contextmanager
+def compiling(arch: int, launched: Launcher) -> Iterator[None]:
+    """Launches of Triton kernels go to `launched`, on a machine without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     function = triton.runtime.jit.JITFunction
     original, before = function.run, launch.OFF_GPU
-    made: dict[int, tuple[str, Any]] = {}
-    labels: list[str] = []
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        name = f"{self.__name__} {labels[-1]}"
-        if only not in name:
-            return
-        # What the launcher does by itself with an argument of 1.
-        if ones:
-            args = tuple(1 if type(x) is int else x for x in args)
-        # Triton up to 3.6 hands on nothing else of a named tuple of constants: see launch.constant.
-        plain = int, float, triton.language.dtype, triton.language.constexpr
-        for constants in (value for value in options.values() if isinstance(value, tuple)):
-            strays = [part for part in constants if not isinstance(part, plain)]
-            assert not strays, f"{self.__name__}: {strays} are no numbers; wrap them in launch.constant"
-        kernel = original(self, *args, grid=grid, warmup=True, **{**options, **overrides})
-        made.setdefault(id(kernel), (name, kernel))  # Triton gives the same object for the same launch
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launched(partial(original, self, grid=grid, warmup=True), self, args, grid, options)
 
     # Triton asks its driver for the target; ours needs no device. The key of Triton's caches is the current
     # device: one set of kernels for each architecture.
@@ -252,12 +238,44 @@ def compile_operation(
     os.environ[ENVIRONMENT] = "triton"
     launch.OFF_GPU, function.run = launch.Hardware(arch, MULTIPROCESSORS), run
     try:
+        yield
+    finally:
+        function.run, launch.OFF_GPU = original, before
+
+
+def compile_operation(
+    operation: str, arch: int, only: str = "", ones: bool = False, **overrides: Any
+) -> list[Compiled]:
+    """Every kernel that an operation launches, each once; nothing of it runs.
+
+    only: kernels whose "name label" contains this. ones: all integer arguments are 1. overrides: options of
+    the launches, such as maxnreg (a cap on registers per thread).
+    """
+    import triton
+
+    made: dict[int, tuple[str, Any]] = {}
+    labels: list[str] = []
+
+    def launched(compile: Launcher, kernel: Any, args: tuple[Any, ...], grid: Any, options: Any) -> None:
+        name = f"{kernel.__name__} {labels[-1]}"
+        if only not in name:
+            return
+        # What the launcher does by itself with an argument of 1.
+        if ones:
+            args = tuple(1 if type(x) is int else x for x in args)
+        # Triton up to 3.6 hands on nothing else of a named tuple of constants: see launch.constant.
+        plain = int, float, triton.language.dtype, triton.language.constexpr
+        for constants in (value for value in options.values() if isinstance(value, tuple)):
+            strays = [part for part in constants if not isinstance(part, plain)]
+            assert not strays, f"{kernel.__name__}: {strays} are no numbers; wrap them in launch.constant"
+        found = compile(*args, **{**options, **overrides})
+        made.setdefault(id(found), (name, found))  # Triton gives the same object for the same launch
+
+    with compiling(arch, launched):
         for name, label, call in uses():
             if name == operation:
                 labels.append(label)
                 call()
-    finally:
-        function.run, launch.OFF_GPU = original, before
     return [_compiled(name, arch, kernel) for name, kernel in made.values()]
 
 
