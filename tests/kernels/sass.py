@@ -123,7 +123,10 @@ class Launch:
 
 def constants(kernel: Any, given: dict[str, Any], grid: tuple[int, int, int]) -> Launch:
     """Lay a launch's arguments out as the device would find them."""
-    values = dict(zip((0, 4, 8), (kernel.metadata.num_warps * 32, 1, 1))) | dict(zip((12, 16, 20), grid))
+    # Threads of a block, blocks, and where a thread's stack begins.
+    values = (
+        dict(zip((0, 4, 8), (kernel.metadata.num_warps * 32, 1, 1))) | dict(zip((12, 16, 20), grid)) | {40: 0}
+    )
     tensors: dict[int, torch.Tensor] = {}
     at = PARAMETERS
     pending = [(kind, given[name]) for name, kind in reversed(kernel.src.signature.items())]
@@ -194,6 +197,7 @@ class Warp:
     launch: Launch
     block: tuple[int, int, int]
     registers: dict[str, int | None] = field(default_factory=dict)
+    stack: dict[int, int | None] = field(default_factory=dict)
     unsure: int = 0
 
     def value(self, text: str) -> int | None:
@@ -254,6 +258,16 @@ class Warp:
     def step(self, one: Instruction, known: bool) -> None:
         """What an instruction writes; anything that is not an integer's is unknown."""
         name, base = one.name, one.base.removeprefix("U")
+        # What was spilled comes back; the stack pointer stands still.
+        if base in ("STL", "LDL"):
+            register, place = (one.args[1], one.args[0]) if base == "STL" else one.args[:2]
+            at = int((re.search(r"\+(-?0x\w+)", place) or ["", "0"])[1], 16)
+            for word in range(self.words(one)):
+                if base == "STL":
+                    self.stack[at + 4 * word] = self.value(after(register, word)) if known else None
+                else:
+                    self.registers[after(register, word)] = self.stack.get(at + 4 * word) if known else None
+            return
         # Results first: registers and predicates, then what is read.
         first = one.args[0] if one.args else ""
         outs = 2 if PREDICATE.fullmatch(first) else 1
