@@ -101,9 +101,9 @@ def their_model(shape: Record, device: torch.device) -> Any:
     return KimiLinearForCausalLM(config)
 
 
-def our_loss(shape: Record, ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
+def our_loss(text: ModelConfig, ids_NL: Tensor) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Our decoder, and its loss on packed documents."""
-    decoder = Decoder(ModelConfig.model_validate(shared_shape(shape))).to(ids_NL.device)
+    decoder = Decoder(text).to(ids_NL.device)
     documents, length = ids_NL.shape
     segments = Segments.from_lengths([length] * documents)
 
@@ -134,7 +134,10 @@ def train_side(side: str, shape: Record, documents: int, length: int, steps: int
     torch.manual_seed(0)
     ids = torch.randint(0, shape["vocab_size"], (documents, length)).to(device)
     # Equal shapes and ids; each side packs them as it can.
-    model, loss = (our_loss if side == "ours" else their_loss)(shape, ids)
+    if side == "ours":
+        model, loss = our_loss(ModelConfig.model_validate(shared_shape(shape)), ids)
+    else:
+        model, loss = their_loss(shape, ids)
 
     # What is there before the first step is weights; what comes on top is training.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,0 +1,29 @@
+"""What a token costs as a model grows: every case has the shape that its name says, and is measured."""
+
+import pytest
+
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.flops import decoder_flops
+from earlyfusion.pipeline.bench.growth import GrowthOptions, cases, step_side
+
+
+def test_cases_are_what_they_are_called():
+    found = cases(GrowthOptions(lengths="512,4096", factors="2"))
+    text = {name: ModelConfig.model_validate(shape) for name, (shape, _) in found.items()}
+    base = text["512 tokens"]
+    assert found["4,096 tokens, KDA alone"][1] == 4096
+    assert set(text["512 tokens, KDA alone"].plan()) == {"kda"} and "mla" in base.plan()
+    wide = text["2 times as wide"]
+    assert (wide.hidden_size, wide.num_hidden_layers) == (2 * base.hidden_size, base.num_hidden_layers)
+    more = text["2 times the experts"]
+    assert more.num_experts == 2 * base.num_experts
+    assert more.num_experts_per_token == base.num_experts_per_token
+
+
+def test_a_share_is_useful_work_over_what_products_do(monkeypatch):
+    shape, _ = cases(GrowthOptions(lengths="64"))["64 tokens"]
+    # A machine of one FLOP a second: the share is the work over the time that was taken.
+    monkeypatch.setattr("earlyfusion.pipeline.bench.growth.peak_flops", lambda device, dtype: 1.0)
+    found = step_side(shape, 64, 128, 1)
+    flops = 3 * sum(decoder_flops(ModelConfig.model_validate(shape), [64, 64]).values())
+    assert found["share of the roofline"] * found["us a token"] == pytest.approx(flops * 1e6 / 128)
