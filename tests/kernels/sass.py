@@ -45,7 +45,7 @@ PARAMETERS = 0x210
 """Where a launch's arguments begin in the constant bank of compute capability 9.0."""
 MOST = 4_000_000
 """Instructions of a warp after which it is given up."""
-SAMPLES = 4
+SAMPLES = 8
 """Programs of a grid that are followed: loops may be longer for some."""
 MASK = 0xFFFFFFFF
 
@@ -546,7 +546,8 @@ def predicted(launch: Launch) -> dict[str, Any]:
     programs = math.prod(launch.grid)
     traces, unsure = [], 0
     for sample in range(min(SAMPLES, programs)):
-        rest = int((sample + 0.5) / min(SAMPLES, programs) * programs)
+        # In golden steps: even ones would meet one column of the grid alone.
+        rest = int((0.31 + sample * 0.6180339887) % 1 * programs)
         place = (
             rest % launch.grid[0],
             rest // launch.grid[0] % launch.grid[1],
@@ -561,8 +562,10 @@ def predicted(launch: Launch) -> dict[str, Any]:
     # Twice as many as run side by side: the second ones start while the first ones end.
     total = side if each <= side else max(2 * side, SAMPLES)
     clock = simulate(launch, traces, side, total)
-    waves = programs / MULTIPROCESSORS / total
-    us = clock.cycles * (1 if each <= side else math.ceil(waves) if waves < 4 else waves) / GHZ / 1e3
+    # Turns of as many blocks as run side by side; few of them come whole.
+    turns = programs / MULTIPROCESSORS / side
+    turns = math.ceil(turns) if turns < 8 else turns
+    us = clock.cycles * side / total * turns / GHZ / 1e3
     unit, cycles = max(clock.busy.items(), key=lambda each: each[1] / (1 if each[0] == "memory" else 4))
     share = cycles / clock.cycles / (1 if unit == "memory" else 4)
     floor = launch.bytes / BYTES_PER_US
