@@ -53,11 +53,12 @@ from earlyfusion.pipeline.bench.frame import (
     compared,
     default_device,
     now,
+    numbers,
     peak_mib,
     run_side,
     save_record,
 )
-from earlyfusion.pipeline.bench.train import shared_shape, their_model
+from earlyfusion.pipeline.bench.train import shared_shape, their_model, with_kda
 from earlyfusion.pipeline.config.arguments import split_overrides
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
@@ -318,8 +319,7 @@ def contexts(options: EngineOptions, shape: Record) -> Result:
     every = list(range(1, shape["num_hidden_layers"] + 1))
     models = {}
     for name, kda in (("hybrid", None), ("all_mla", []), ("all_kda", every)):
-        linear = {**shape["linear_attn_config"], "kda_layers": kda, "full_attn_layers": None}
-        each = shape if kda is None else {**shape, "linear_attn_config": linear}
+        each = shape if kda is None else with_kda(shape, kda)
         models[name] = our_model(each, default_device(), DTYPE, drawn_there=True)
 
     columns = {}
@@ -334,14 +334,6 @@ def contexts(options: EngineOptions, shape: Record) -> Result:
 
 
 # ---- In the command.
-
-
-def numbers(text: str) -> list[int]:
-    """A list such as 1,8,64; raises UserError for anything else."""
-    parts = text.replace(" ", "").split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise UserError(f"bench engine: {text!r}: expected numbers of at least 1, such as 1,8,64")
-    return [int(part) for part in parts]
 
 
 def decoder_shape(recipe: str, changes: list[str]) -> Record:

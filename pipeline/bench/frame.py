@@ -119,6 +119,14 @@ def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
     return names
 
 
+def numbers(text: str) -> list[int]:
+    """A list such as 1,8,64; raises UserError for anything else."""
+    parts = text.replace(" ", "").split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"bench: {text!r}: expected numbers of at least 1, such as 1,8,64")
+    return [int(part) for part in parts]
+
+
 def environment() -> Record:
     """What a figure depends on beside the code and the moment."""
     device = platform.processor() or platform.machine()

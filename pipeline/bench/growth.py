@@ -3,8 +3,8 @@ experts more.
 
 Forward, loss and backward of the recipe's decoder on random ids, every case in a process of its own, in turn.
 A step holds `tokens` tokens, or one document where that is longer. share: useful FLOPs (model/flops.py) over
-the rate of a large product, measured in the same process. Of the two columns of a length the second has KDA
-in every layer: what is left of growth there is not attention's.
+the rate of a large product, measured in the same process. Every length stands there twice, the second time
+with KDA in every layer: what is left of growth there is not attention's.
 """
 
 import statistics
@@ -22,11 +22,12 @@ from earlyfusion.pipeline.bench.frame import (
     alternate,
     default_device,
     medians,
+    numbers,
     peak_mib,
     run_side,
     save_record,
 )
-from earlyfusion.pipeline.bench.train import our_loss
+from earlyfusion.pipeline.bench.train import our_loss, with_kda
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.size import sized
 from earlyfusion.pipeline.figures import show
@@ -83,13 +84,11 @@ def step_side(shape: Record, length: int, tokens: int, steps: int) -> Result:
 def cases(options: GrowthOptions) -> dict[str, tuple[Record, int]]:
     """Name -> decoder shape and length of a document."""
     base = load_config([options.recipe]).model.model_dump(mode="json")
-    linear = base["linear_attn_config"]
-    every = [*range(1, base["num_hidden_layers"] + 1)]
-    recurrent = base | {"linear_attn_config": linear | {"kda_layers": every, "full_attn_layers": None}}
-    lengths = [int(text) for text in options.lengths.split(",")]
+    recurrent = with_kda(base, [*range(1, base["num_hidden_layers"] + 1)])
+    lengths = numbers(options.lengths)
     found = {f"{length:,} tokens": (base, length) for length in lengths}
     found |= {f"{length:,} tokens, KDA alone": (recurrent, length) for length in lengths}
-    for times in map(int, options.factors.split(",")):
+    for times in numbers(options.factors):
         wide = base | sized(base, {"hidden_size": times * base["hidden_size"]})
         found[f"{times} times as wide"] = wide, lengths[0]
         found[f"{times} times the experts"] = base | {"num_experts": times * base["num_experts"]}, lengths[0]

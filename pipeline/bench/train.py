@@ -75,6 +75,12 @@ def shared_shape(shape: Record) -> Record:
     }
 
 
+def with_kda(shape: Record, layers: list[int]) -> Record:
+    """The decoder shape with KDA in these layers, counted from 1, and MLA in all others."""
+    linear = {**shape["linear_attn_config"], "kda_layers": layers, "full_attn_layers": None}
+    return {**shape, "linear_attn_config": linear}
+
+
 def their_model(shape: Record, device: torch.device) -> Any:
     """KimiLinearForCausalLM of a decoder shape, with weights as they come, on the CPU; with its pure-torch
     kernels where `device` is no GPU."""

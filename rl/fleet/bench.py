@@ -36,7 +36,7 @@ from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.model.layers import Experts
 from earlyfusion.pipeline.bench.engine import our_model
-from earlyfusion.pipeline.bench.frame import alternate, compared, save_record
+from earlyfusion.pipeline.bench.frame import alternate, compared, numbers, save_record
 from earlyfusion.pipeline.config.compose import compose, load_config, validate
 from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.runtime import keep_freed_memory
@@ -378,7 +378,7 @@ def drafts(options: DraftsOptions) -> None:
     widen(model, options.widen)
     prompts = draft_prompts(model, tokenizer, options)
     parts: Record = {}
-    for size in [int(text) for text in options.sizes.split(",")]:
+    for size in numbers(options.sizes):
         params = SamplingParams(options.tokens, options.temperature, n=size, logprobs=True)
         requests = [Request(str(i), prompt, params, pieces=False) for i, prompt in enumerate(prompts)]
         longest = max(len(prompt.ids) for prompt in prompts) + options.tokens

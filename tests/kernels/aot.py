@@ -181,16 +181,21 @@ def uses() -> Iterator[Use]:
 # ---- the device that compiles ----
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack per thread) read from a cubin."""
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What the program that comes with Triton prints of a cubin."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [str(tool), option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack per thread) read from a cubin."""
+    text = cuobjdump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+)\s+STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage: {text[:400]!r}")
