@@ -7,7 +7,7 @@ one from elsewhere, its `side` of the split, the `file` of its picture, and `ope
 everything opened, where it has tabs or an accordion; `texts`, each with its box; of some, a `draft` with
 mistakes and the file of its picture (data/sources/page_talks.py). Level 0 is the whole page as one picture;
 level 1 a clip in which it is scrolled through, and opened where that changes what is seen; level 2 either;
-level 3 a part of a page; level 4 one text, cut out.
+level 3 a part of a page; level 4 one text, cut out; half of both as clips, the text's of equal frames.
 
 The answer is the page in the compact language; with target = "html", and for pages from elsewhere, HTML,
 of generated pages without the style sheet. Without a browser an answer earns the share of the words that are
@@ -32,9 +32,9 @@ from earlyfusion.data.tasks.problem import Problem, Split, Task, TaskError, task
 from earlyfusion.kernels.files import Record
 
 ROWS = "pages.jsonl"
-HEIGHT = 180
-"""Pixels of a page that a frame shows."""
-OVERLAP = 36
+HEIGHT = 168
+"""Pixels of a page that a frame shows: seven tokens of 24, nothing is padded."""
+OVERLAP = 24
 """Pixels that are still seen after a scroll."""
 HOLD_S, MOVE_S = 1.6, 0.4
 """Seconds that a place is looked at, and that the way to the next one takes."""
@@ -66,17 +66,19 @@ def scroll(page: PILImage.Image, opened: PILImage.Image | None) -> Iterator[tupl
             yield picture, here, there if number == len(pictures) - 1 else here
 
 
-def window(page: PILImage.Image, top: int) -> PILImage.Image:
+def window(page: PILImage.Image, top: int, height: int = HEIGHT) -> PILImage.Image:
     """What is seen of a page; its last colour where it is too short."""
-    shown = page.crop((0, top, page.width, top + HEIGHT))
-    if page.height - top < HEIGHT:
+    shown = page.crop((0, top, page.width, top + height))
+    if page.height - top < height:
         ground: Any = page.getpixel((0, page.height - 1))
-        shown.paste(ground, (0, page.height - top, page.width, HEIGHT))
+        shown.paste(ground, (0, page.height - top, page.width, height))
     return shown
 
 
-def frames(page: PILImage.Image, opened: PILImage.Image | None, fps: float) -> list[PILImage.Image]:
-    """Frames of a clip, `fps` a second, with an eased scroll between the places."""
+def frames(
+    page: PILImage.Image, opened: PILImage.Image | None, fps: float, height: int = HEIGHT
+) -> list[PILImage.Image]:
+    """Frames of a clip, `fps` a second, with an eased scroll between the places; height: theirs."""
     stops, period = [*scroll(page, opened)], HOLD_S + MOVE_S
     count = max(1, round(len(stops) * period * fps))
     made = []
@@ -85,8 +87,13 @@ def frames(page: PILImage.Image, opened: PILImage.Image | None, fps: float) -> l
         picture, here, there = stops[min(int(at / period), len(stops) - 1)]
         part = max(0.0, (at % period - HOLD_S) / MOVE_S)
         eased = part * part * (3 - 2 * part)
-        made.append(window(picture, round(here + (there - here) * eased)))
+        made.append(window(picture, round(here + (there - here) * eased), height))
     return made
+
+
+def clip_of(seen: list[PILImage.Image]) -> Video:
+    """Frames, FPS a second, as a model is shown them."""
+    return Video(seen, [number / FPS for number in range(len(seen))])
 
 
 @dataclass(frozen=True)
@@ -131,8 +138,8 @@ class Pages(Task):
         {"clip": False},
         {"clip": True},
         {"clip": None},
-        {"clip": False, "of": "part"},
-        {"clip": False, "of": "text"},
+        {"clip": None, "of": "part"},
+        {"clip": None, "of": "text"},
     )
     answer_tokens = 512
 
@@ -163,9 +170,11 @@ class Pages(Task):
             raise TaskError(f"pages: split {split!r}, level {difficulty}; there are train and test, 0 to 4")
         key = f"pages/{split}/{difficulty}/{seed}"
         rng = Random(f"rl/{key}")
-        clip = self.levels[difficulty]["clip"]
+        level = self.levels[difficulty]
+        of = level.get("of") if split == "train" else None
+        # Of held-out pages the levels of cuttings show the whole page, as a picture.
+        clip = level["clip"] if of or "of" not in level else False
         clip = rng.random() < 0.5 if clip is None else clip
-        of = self.levels[difficulty].get("of") if split == "train" else None
         rows = self.read if of == "text" else self.rows["part" if of else split]
         # What is behind a tab cannot be read from one picture; a text that was cut out was seen.
         if not clip and of != "text":
@@ -173,16 +182,17 @@ class Pages(Task):
         if not rows:
             raise TaskError(f"pages: {self.folder} has no {split} page for level {difficulty}; render more")
         row = rng.choice(rows)
-        return self.cutting(row, rng, key) if of == "text" else self.problem(row, clip, key)
+        return self.cutting(row, clip, rng, key) if of == "text" else self.problem(row, clip, key)
 
-    def cutting(self, row: Record, rng: Random, key: str) -> Problem:
-        """One text of a row, with at most one step of the grid around it."""
+    def cutting(self, row: Record, clip: bool, rng: Random, key: str) -> Problem:
+        """One text of a row, with at most one step of the grid around it; as a clip, while it is held."""
         text, left, top, width, height = rng.choice(row["texts"])
         picture = self._picture(row["file"])
         begin = [int(one // GRID - rng.randint(0, 1)) * GRID for one in (left, top)]
         end = [int(-(-one // GRID) + rng.randint(0, 1)) * GRID for one in (left + width, top + height)]
         box = (max(0, begin[0]), max(0, begin[1]), min(picture.width, end[0]), min(picture.height, end[1]))
-        seen = Seen(escape(text), Image(picture.crop(box)), "")
+        cut = picture.crop(box)
+        seen = Seen(escape(text), clip_of(frames(cut, None, FPS, cut.height)) if clip else Image(cut), "")
         meta = {"graph": seen, "side": row["side"]}
         return Problem(READ, picture, text, text, text, "text", row["side"], meta, self.name, key)
 
@@ -192,8 +202,10 @@ class Pages(Task):
         if clip:
             opened = self._picture(row["opened"]) if "opened" in row else None
             # From the first moment, as `website record` does: the four frames of an item show one place.
-            seen = frames(picture, opened, FPS)
-            shown: Image | Video = Video(seen, [number / FPS for number in range(len(seen))])
+            # A part alone fills its window.
+            tallest = max(picture.height, opened.height if opened else 0)
+            height = min(HEIGHT, tallest) if row["side"] == "part" else HEIGHT
+            shown: Image | Video = clip_of(frames(picture, opened, FPS, height))
         else:
             shown = Image(picture)
         if "page" in row:

@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.synth.pages import WIDTH, damaged, draw, to_html
+from earlyfusion.data.tasks.pages import HEIGHT
 from earlyfusion.eval.website.browser import Renderer, find_browser
 from earlyfusion.eval.website.score import score
 from earlyfusion.pipeline.bench.frame import Result, alternate, compared, run_side, save_record
@@ -44,7 +45,7 @@ async def by_hand(documents: list[str], workers: int) -> float:
 
         async def one(html: str) -> None:
             async with room:
-                size: Any = {"width": WIDTH, "height": 180}
+                size: Any = {"width": WIDTH, "height": HEIGHT}
                 context = await browser.new_context(viewport=size, java_script_enabled=False)
                 page = await context.new_page()
                 await page.set_content(html)

@@ -147,7 +147,7 @@ def test_what_is_opened_is_shown_at_its_place_and_nothing_else_twice():
         (False, 0),
         (True, 0),
         (False, HEIGHT - OVERLAP),
-        (False, 220),
+        (False, 400 - HEIGHT),
     ]
     # A place is held for as long as four frames at the rate of a model's clips: one item of the tower.
     assert (HOLD_S + MOVE_S) * FPS == 4
