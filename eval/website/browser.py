@@ -273,7 +273,7 @@ class Renderer:
         told = await seeing.send(
             "DOMSnapshot.captureSnapshot", {"computedStyles": ["color", "visibility", "opacity"]}
         )
-        content = (await seeing.send("Page.getLayoutMetrics"))["cssContentSize"]["height"]
+        content = told["documents"][0]["contentHeight"]
         # A page that is shorter than its window ends where its own elements end.
         height = content if content > HEIGHT else extent_of(told) or content
         size = WIDTH, int(min(MOST_HEIGHT, max(1, height)))

@@ -66,6 +66,7 @@ def measured(side: str, pages: int, workers: int) -> Result:
         async with Renderer(workers=workers, timeout_s=120) as renderer:
             pixels = side == "pixels"
             wanted = await asyncio.gather(*(renderer.render(to_html(p), pixels=pixels) for p in drawn))
+            score(wanted[0], wanted[0])  # imports what the score needs
             begun = time.perf_counter()
 
             async def one(html: str, number: int) -> None:

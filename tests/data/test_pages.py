@@ -177,14 +177,20 @@ def test_a_text_is_cut_out_on_the_grid_with_what_is_around_it(tmp_path):
         row["texts"] = texts
     (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = make_task("pages", path=str(folder))
-    boxes = {text: box for text, *box in texts}
+    boxes, clips = {text: box for text, *box in texts}, []
     for seed in range(40):
         problem = task.sample(seed, "train", 4)
-        (left, top, width, height), size = boxes[problem.target], problem.media().open().size
-        whole = problem.picture
+        (left, top, width, height), shown = boxes[problem.target], problem.media()
+        # Half of them stand still for as long as one item of the tower.
+        clips.append(isinstance(shown, Video))
+        seen = shown.frames if isinstance(shown, Video) else [shown.open()]
+        assert len(seen) == (4 if clips[-1] else 1)
+        assert len({one.tobytes() for one in seen}) == 1
+        cut, whole = seen[0].convert("RGB"), problem.picture
+        size = cut.size
         # Somewhere on the grid: the text whole, at most a step more on either side.
         assert any(
-            whole.crop((x, y, x + size[0], y + size[1])).tobytes() == problem.media().open().tobytes()
+            whole.crop((x, y, x + size[0], y + size[1])).tobytes() == cut.tobytes()
             and x <= left < x + 2 * GRID
             and y <= top < y + 2 * GRID
             and left + width <= x + size[0] <= left + width + 2 * GRID
@@ -193,6 +199,7 @@ def test_a_text_is_cut_out_on_the_grid_with_what_is_around_it(tmp_path):
             for x in range(0, whole.width, GRID)
         )
         assert task.reward(problem, problem.target) == 1 > task.reward(problem, "Bright Go") > 0
+    assert 10 < sum(clips) < 30
     # Held-out pages are asked for as pages, and a folder without texts has none to read.
     assert task.sample(0, "test", 4).target.startswith("page ")
     (folder / ROWS).write_text("".join(json.dumps({**row, "texts": []}) + "\n" for row in rows))
