@@ -2,10 +2,11 @@
 
     earlyfusion website pages --out runs/pages
     earlyfusion website record page.html clip.mp4
+    earlyfusion website demo                             # a sample clip and the small model of the package
     earlyfusion website demo clip.mp4 --model runs/website-pretrain/model --page page.html
     earlyfusion website score written.html page.html --click "Prices"
     earlyfusion website eval --model runs/website-pretrain/model --pages runs/pages
-    earlyfusion website serve --model runs/website-pretrain/model
+    earlyfusion website serve
 
 All but `serve` need Chromium; `earlyfusion doctor` says whether there is one.
 """
@@ -50,6 +51,8 @@ from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.report.page import data_uri, write_page
 from earlyfusion.pipeline.serve.app import ServeOptions, serve
 
+MODEL = "embedded:website"
+"""The model that travels with the package."""
 SHOWN = 24
 """Pages of an evaluation in its report."""
 
@@ -285,7 +288,7 @@ def figures(found: Sequence[Score]) -> Record:
 
 
 class EvalOptions(Options):
-    model: str
+    model: str = MODEL
     """model directory, or embedded:NAME"""
     pages: Path = Path("runs/pages")
     """folder that `earlyfusion website pages` wrote"""
@@ -346,9 +349,9 @@ def evaluate(options: EvalOptions) -> None:
 
 class DemoOptions(Options):
     positional: ClassVar[tuple[str, ...]] = ("clip",)
-    clip: Path
-    """clip (.mp4, .webm, .gif, ...) or screenshot of a page"""
-    model: str
+    clip: Path | None = None
+    """clip (.mp4, .webm, .gif, ...) or screenshot of a page; left out: the first sample beside the model"""
+    model: str = MODEL
     """model directory, or embedded:NAME"""
     page: Path | None = None
     """the page itself, to score what was written"""
@@ -363,24 +366,30 @@ class DemoOptions(Options):
 @verb
 def demo(options: DemoOptions) -> None:
     """Write the page that a clip shows; tokens are printed as they come."""
-    if not options.clip.is_file():
-        raise UserError(f"{options.clip}: no such file")
-    folder = model_folder(options.model)
+    folder, clip, page = model_folder(options.model), options.clip, options.page
+    if clip is None:
+        clip = next(iter(sorted(folder.glob("*.mp4"))), None)
+        if clip is None:
+            raise UserError(f"{options.model} has no sample; name a clip: website demo CLIP.mp4")
+        # The page of a sample lies beside it.
+        page = page or clip.with_suffix(".txt")
+    if not clip.is_file():
+        raise UserError(f"{clip}: no such file")
     model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
     params = SamplingParams(options.max_new_tokens, 0.0)
     talk = Conversation(model.eval(), tokenizer, params, template=template_of(folder), context=4096)
     talk.begin()
-    still = options.clip.suffix.lower() in (".png", ".jpg", ".jpeg")
-    talk.attach(str(options.clip), "image" if still else "video")
+    still = clip.suffix.lower() in (".png", ".jpg", ".jpeg")
+    talk.attach(str(clip), "image" if still else "video")
     answer = talk.say(QUESTION, sys.stdout).strip()
 
     document, repairs = document_of(answer)
     for repair in repairs:
         print(f"repaired: {repair}", file=sys.stderr)
     print(f"written: {write_atomic(options.out / 'page.html', document)}")
-    wanted = None if options.page is None else page_file(options.page)
+    wanted = None if page is None else page_file(page)
     seen, target = asyncio.run(looked_at([document, wanted]))
-    shown = [PILImage.open(options.clip)] if still else clip_frames(options.clip)
+    shown = [PILImage.open(clip)] if still else clip_frames(clip)
     media: Image | Video = Image(shown[0])
     if not still:
         media = Video(shown[:: 2 * CLIP_FPS], [2.0 * i for i in range(len(shown[:: 2 * CLIP_FPS]))])
@@ -394,13 +403,15 @@ def demo(options: DemoOptions) -> None:
     if target is not None:
         rows["page"] = {"score": made.score.mean, **made.score.terms}
     show("beside what was shown", rows)
-    data: Record = {"title": options.clip.name, "note": f"Written by {options.model}", "rows": rows}
+    data: Record = {"title": clip.name, "note": f"Written by {options.model}", "rows": rows}
     print(
         f"report: {write_page(options.out / 'report.html', 'website.html', data | {'cards': [made.card()]})}"
     )
 
 
 class SiteOptions(ServeOptions):
+    model: str = MODEL
+    """model directory, or embedded:NAME"""
     question: str = QUESTION
     """what is asked of a clip or a screenshot that comes alone"""
 

@@ -45,7 +45,7 @@ from earlyfusion.pipeline.runtime import keep_freed_memory
 try:
     import uvicorn
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route, Router
 except ImportError as error:
     raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
@@ -141,6 +141,7 @@ class Service:
         # Limits follow the memory: more than fits is refused, not queued.
         # What callers may ask for. A body is held as JSON, as bytes and as pictures, each for a while.
         self.name, self.question = options.name or model_name(folder), options.question
+        self.samples = {path.stem: path for path in sorted(folder.glob("*.mp4"))}
         self.template = template_of(folder) if options.template == "auto" else options.template
         body = int(options.max_body_mb * 2**20)
         self.limits = Limits(
@@ -164,9 +165,16 @@ class Service:
     async def stats(self, http: HttpRequest) -> Response:
         return JSONResponse({**self.worker.engine.stats(), "open_requests": len(self.worker.waiting)})
 
+    async def sample(self, http: HttpRequest) -> Response:
+        """A clip that lies beside the model, to try it with."""
+        path = self.samples.get(http.path_params["name"])
+        if path is None:
+            raise Refused("no such sample; /v1/models names them", status=404)
+        return FileResponse(path, media_type="video/mp4")
+
     async def models(self, http: HttpRequest) -> Response:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "earlyfusion"}
-        model["question"] = self.question
+        model |= {"question": self.question, "samples": [*self.samples]}
         asked = http.path_params.get("name")
         if asked is None:
             return JSONResponse({"object": "list", "data": [model]})
@@ -289,6 +297,7 @@ def create_app(service: Service, options: ServeOptions) -> Front:
         Route("/health", service.health),
         Route("/stats", service.stats),
         Route("/update_weights_from_disk", service.update_weights, methods=["POST"]),
+        Route("/sample/{name}", service.sample),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.models),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),

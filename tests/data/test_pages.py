@@ -39,11 +39,13 @@ from earlyfusion.data.tasks.pages import (
     ROWS,
     document_of,
     frames,
+    places_of,
     row_of,
     scroll,
 )
 from earlyfusion.data.tasks.problem import TaskError
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.video import sample_indices
 
 SIDES = ("train", "template", "combination")
 
@@ -137,6 +139,19 @@ def test_a_clip_shows_every_row_of_a_page(height):
         assert frame.size == (240, HEIGHT)
         rows |= {frame.getpixel((0, y))[:2] for y in range(HEIGHT)}
     assert rows == {(y % 256, y // 256) for y in range(height)}
+
+
+@pytest.mark.parametrize("height", [90, 300, 440, 590, 740])
+def test_frames_taken_out_of_a_recorded_clip_show_one_place_in_each_item(height):
+    """Four frames are one item of the tower; they are spread from the first frame to the last."""
+    made = frames(striped(height), None, 8)
+    taken = [made[index] for index in sample_indices(len(made), 8, FPS)]
+    items = [{frame.tobytes() for frame in taken[i : i + 4]} for i in range(0, len(taken), 4)]
+    assert len(items) == len(places_of(height)) and all(len(item) == 1 for item in items)
+    # As a model was trained on them.
+    assert [frame.tobytes() for frame in taken] == [
+        frame.tobytes() for frame in frames(striped(height), None, FPS)
+    ]
 
 
 def test_what_is_opened_is_shown_at_its_place_and_nothing_else_twice():

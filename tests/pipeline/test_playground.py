@@ -31,11 +31,13 @@ from earlyfusion.pipeline.serve.app import ServeOptions, Service, create_app  # 
 PICTURE = {"name": "a.png", "mimeType": "image/png", "buffer": png(40, 30)}
 NASTY = '<img src=x onerror="document.title=1"> ✓ 🙂'
 CHAT = "/v1/chat/completions"
+SAMPLE = b"\0\0\0\x18ftypmp42, a clip that nobody reads"
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("playground") / "model")
+    (folder / "a sample.mp4").write_bytes(SAMPLE)
     options = ServeOptions(model=str(folder), name="model", template="chat", api_key=KEY, context=8192)
     made = Service(options)
     with served(create_app(made, options)) as url:
@@ -342,6 +344,17 @@ def test_words_that_are_no_page_are_words_and_a_page_can_do_nothing(service, say
     assert httpx.get(f"{service.url}/page/0").status_code == 404
     refused = httpx.post(f"{service.url}/page", json={"text": "hello"}, headers=service.headers)
     assert refused.status_code == 400 and "expected lines like" in refused.json()["error"]["message"]
+
+
+def test_a_sample_beside_the_model_is_attached_as_a_clip(service, says, page):
+    says(Message("assistant", (Text("ok"),)))
+    page.get_by_role("button", name="Sample: a sample").press("Enter")
+    page.get_by_label("attached clip").wait_for()
+    with sent(page) as asked:
+        ask(page, "x")
+    part, _ = asked.value.post_data_json["messages"][-1]["content"]
+    assert part["video_url"]["url"] == "data:video/mp4;base64," + base64.b64encode(SAMPLE).decode()
+    assert httpx.get(f"{service.url}/sample/other", headers=service.headers).status_code == 404
 
 
 def test_frames_of_a_clip_are_shown_as_they_are_read(service, says, page, tmp_path):
