@@ -77,6 +77,8 @@ class PagesOptions(Options):
     """generated pages, a fifth of them held out"""
     html: Path | None = None
     """folder of HTML files of your own to be rendered as well"""
+    heldout: bool = False
+    """hold all of them out, to measure a model on them"""
     seed: int = 0
     """seed of the pages"""
 
@@ -91,7 +93,7 @@ def pages(options: PagesOptions) -> None:
     with Progress(transient=True) as bar:
         line = bar.add_task("pages", total=options.pages + len(own))
         told = lambda done: bar.update(line, completed=done)
-        rows = asyncio.run(write_pages(options.out, options.pages, options.seed, own, told))
+        rows = asyncio.run(write_pages(options.out, options.pages, options.seed, own, told, options.heldout))
     print(f"{options.pages + len(own):,} pages: {rows}")
 
 

@@ -37,8 +37,8 @@ HEIGHT = 168
 OVERLAP = 24
 """Pixels that are still seen after a scroll."""
 HOLD_S, MOVE_S = 1.75, 0.25
-"""Seconds that a place is looked at, and that the way to the next one takes: so short that frames taken evenly
-out of a recorded clip (data/video.py), which are a little more than half a second apart, are all at rest."""
+"""Seconds that a place is looked at, and that the way to the next one takes: so short that frames taken
+evenly out of a recorded clip (data/video.py), a little more than half a second apart, are all at rest."""
 FPS = 2.0
 """Frames of a second that a model is shown."""
 GRID = 12

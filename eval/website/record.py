@@ -39,9 +39,10 @@ async def write_pages(
     seed: int = 0,
     own: Sequence[str] = (),
     told: Callable[[int], None] = lambda done: None,
+    heldout: bool = False,
 ) -> Path:
-    """Render `count` generated pages and the documents of `own`; returns the file of rows, written last.
-    Raises PageError."""
+    """Render `count` generated pages and the documents of `own`, a share of those held out or all; returns
+    the file of rows, written last. Raises PageError."""
     rows: list[Record] = [{}] * (count + len(own))
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     done = 0
@@ -54,7 +55,7 @@ async def write_pages(
             html, hidden = to_html(drawn), drawn.hidden()
         else:
             drawn, html, hidden = None, own[number - count], []
-            side = "template" if on_side(html, heldout=True) else "train"
+            side = "template" if heldout or on_side(html, heldout=True) else "train"
         # All that is hidden is opened, and seen in one more picture.
         views = {"file": await renderer.render(html)}
         if hidden:

@@ -393,10 +393,10 @@ def test_the_environment_pays_what_the_last_page_is_worth_and_shows_it():
 
 
 def test_pages_are_written_for_both_sides(tmp_path):
-    rows = asyncio.run(write_pages(tmp_path, 10, own=["<p>mine</p>"]))
+    rows = asyncio.run(write_pages(tmp_path, 10, own=["<p>mine</p>"], heldout=True))
     told = [json.loads(line) for line in rows.open()]
     assert {row["side"] for row in told[:10]} == {"train", "part", "template", "combination"}
-    assert told[10]["html"] == "<p>mine</p>"
+    assert told[10]["html"] == "<p>mine</p>" and told[10]["side"] == "template"
     assert all((tmp_path / row["file"]).is_file() for row in told)
     assert told[10]["texts"][0][0] == "mine"
     for row in told[:10]:
