@@ -6,6 +6,7 @@ Prints parameters and FLOPs by room and the stages with their tokens and learnin
 device, so the 48B recipe prints about as fast as nano. `banner` is the head of a run.
 """
 
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -15,9 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table, terminal
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import Record
+from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.adapter import adapted
+from earlyfusion.pipeline.bench.frame import saved_record
 from earlyfusion.pipeline.build import meta_model, own_tokenizer, with_tokenizer
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
@@ -34,7 +39,9 @@ from earlyfusion.pipeline.stage_data import describe_mix
 
 VISION = ("vision", "projector")
 USUAL_MFU = 0.3
-"""Share of the peak that training reaches where it runs well; for the time that a banner expects."""
+"""Share of the peak that training reaches where it runs well, if nothing was measured."""
+GROWTH = "runs/bench/growth.json"
+"""Where `earlyfusion bench growth` leaves what it measured on this machine."""
 SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14 pixels a patch
 
 
@@ -140,9 +147,40 @@ def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool 
         last = "checked; nothing was written. Routing and the whole recipe: earlyfusion plan"
         console.print(f"output folder: {config.run.directory}\n{last}", markup=False, soft_wrap=True)
         return
+    console.print(time_line(config, model), markup=False, soft_wrap=True)
     print_table(routing, console)
     console.print(f"# resolved recipe {config.run.name}, hash {recipe_hash(config)}", markup=False)
     console.print(render(config), markup=False, soft_wrap=True)
+
+
+def nearest_growth(model: ModelConfig, length: int) -> Record | None:
+    """The case of `bench growth` on this machine that is nearest by the ratios of length, width and experts;
+    None where nothing was measured here."""
+    try:
+        cases = saved_record(GROWTH)["cases"].values()
+    except (OSError, UserError):
+        return None
+    wanted = {"length": length, "hidden_size": model.hidden_size, "num_experts": model.num_experts or 1}
+    apart = lambda case: sum(abs(math.log((case[name] or 1) / size)) for name, size in wanted.items())
+    return min(cases, key=apart)
+
+
+def time_line(config: RunConfig, model: NativeFusion) -> str:
+    """What the stages' tokens cost as text on this machine, as far as it was measured."""
+    seconds = 0.0
+    for stage in config.stages:
+        case = nearest_growth(model.config.text, stage.length)
+        if case is None:
+            return "time: unknown; `earlyfusion bench growth` measures this machine"
+        flops = text_flops(model, stage.length) * stage.tokens * stage.lanes * stage.steps
+        seconds += flops / (1e9 * case["share of the roofline"] * case["roofline, GFLOP/s"])
+    return f"time: {duration(seconds)} for forward and backward, all tokens as text, by {GROWTH}"
+
+
+def text_flops(model: NativeFusion, length: int) -> float:
+    """FLOPs of training, a token of a document without pictures."""
+    by_part = training_flops(model.config, [length], [])
+    return sum(cost for part, cost in by_part.items() if part not in VISION) / length
 
 
 def show_brief(config: RunConfig) -> None:
@@ -164,9 +202,9 @@ def banner(training: Any) -> str:
     # The text side alone: how many pictures there will be is not known before they are drawn.
     length, time = config.stages[0].length, "unknown"
     if training.meter.peak:
-        by_part = training_flops(model.config, [length], [])
-        flops = tokens * sum(cost for part, cost in by_part.items() if part not in VISION) / length
-        time = duration(flops / (USUAL_MFU * training.meter.peak * runtime.world))
+        case = nearest_growth(model.config.text, length)
+        share = USUAL_MFU if case is None else case["share of the roofline"]
+        time = duration(tokens * text_flops(model, length) / (share * training.meter.peak * runtime.world))
 
     # Of experts a token passes a few, so both sizes matter: what is stored, what is computed.
     count = count_parameters(model)

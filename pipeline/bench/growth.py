@@ -34,6 +34,9 @@ from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.runtime import keep_freed_memory
 from earlyfusion.pipeline.step import peak_flops
 
+KEYS = ("length", "hidden_size", "num_experts")
+"""What a case is looked up by: `earlyfusion plan` takes the nearest one."""
+
 
 class GrowthOptions(Options):
     recipe: str = "nano"
@@ -77,6 +80,7 @@ def step_side(shape: Record, length: int, tokens: int, steps: int) -> Result:
         "parameters": sum(p.numel() for p in model.parameters()),
         "us a token": 1e6 * step / ids.numel(),
         "share of the roofline": 3 * sum(decoder_flops(text, [length] * documents).values()) / step / peak,
+        "roofline, GFLOP/s": peak / 1e9,
         "peak MiB": peak_mib(),
     }
 
@@ -110,7 +114,9 @@ def growth(options: GrowthOptions) -> None:
     first = next(iter(rows.values()))["us a token"]
     for row in rows.values():
         row["times the first"] = row["us a token"] / first
-    names = list(next(iter(rows.values())))
+    for case, (shape, length) in asked.items():
+        rows[case] |= dict(zip(KEYS, (length, shape["hidden_size"], shape["num_experts"])))
+    names = [name for name in next(iter(rows.values())) if name not in KEYS]
     columns = {name: {case: row[name] for case, row in rows.items()} for name in names}
     show(f"{options.recipe}: a token of training", columns)
     save_record(options.out, options.model_dump(), cases=rows)

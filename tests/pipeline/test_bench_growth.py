@@ -4,7 +4,12 @@ import pytest
 
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import decoder_flops
+from earlyfusion.pipeline.bench.frame import save_record
 from earlyfusion.pipeline.bench.growth import GrowthOptions, cases, step_side
+from earlyfusion.pipeline.build import meta_model
+from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.plan import GROWTH, nearest_growth, time_line
+from earlyfusion.pipeline.progress import duration
 
 
 def test_cases_are_what_they_are_called():
@@ -27,3 +32,22 @@ def test_a_share_is_useful_work_over_what_products_do(monkeypatch):
     found = step_side(shape, 64, 128, 1)
     flops = 3 * sum(decoder_flops(ModelConfig.model_validate(shape), [64, 64]).values())
     assert found["share of the roofline"] * found["us a token"] == pytest.approx(flops * 1e6 / 128)
+
+
+def test_a_plan_takes_the_nearest_case_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["nano"])
+    model = meta_model(config)
+    assert "unknown" in time_line(config, model)
+    shape = {"hidden_size": 128, "num_experts": 8, "share of the roofline": 0.5, "roofline, GFLOP/s": 2.0}
+    slow = shape | {"share of the roofline": 0.25}
+    save_record(
+        GROWTH, {}, cases={"a": slow | {"length": 4096}, "b": slow | {"num_experts": 64, "length": 512}}
+    )
+    assert nearest_growth(model.config.text, 1024)["num_experts"] == 8
+    assert nearest_growth(model.config.text, 512)["num_experts"] == 8
+    save_record(GROWTH, {}, cases={"a": shape | {"length": 500}, "b": slow | {"length": 4096}})
+    # A GFLOP a second: as many seconds as the decoder's work has GFLOPs.
+    documents = 640 * 4096 / 512
+    work = 3 * documents * sum(decoder_flops(model.config.text, [512]).values()) / 1e9
+    assert f"time: {duration(work)} " in time_line(config, model)
