@@ -7,7 +7,7 @@ one from elsewhere, its `side` of the split, the `file` of its picture, and `ope
 everything opened, where it has tabs or an accordion; `texts`, each with its box; of some, a `draft` with
 mistakes and the file of its picture (data/sources/page_talks.py). Level 0 is the whole page as one picture;
 level 1 a clip in which it is scrolled through, and opened where that changes what is seen; level 2 either;
-level 3 a part of a page; level 4 one text, cut out; half of both as clips, the text's of equal frames.
+level 3 a part of a page; level 4 one text, cut out; half of both as clips, of texts up to three in a row.
 
 The answer is the page in the compact language; with target = "html", and for pages from elsewhere, HTML,
 of generated pages without the style sheet. Without a browser an answer earns the share of the words that are
@@ -43,6 +43,8 @@ FPS = 2.0
 """Frames of a second that a model is shown."""
 GRID = 12
 """Pixels of the grid that pages stand on, and cuttings of them."""
+MOST_CUT = 3
+"""Texts that a clip of cuttings shows."""
 QUESTION, READ = "write this page", "read this"
 REVISE = "This is how your page looks. Write it again, better."
 
@@ -69,11 +71,17 @@ def scroll(page: PILImage.Image, opened: PILImage.Image | None) -> Iterator[tupl
 
 def window(page: PILImage.Image, top: int, height: int = HEIGHT) -> PILImage.Image:
     """What is seen of a page; its last colour where it is too short."""
-    shown = page.crop((0, top, page.width, top + height))
-    if page.height - top < height:
-        ground: Any = page.getpixel((0, page.height - 1))
-        shown.paste(ground, (0, page.height - top, page.width, height))
-    return shown
+    return on_ground(page.crop((0, top, page.width, min(page.height, top + height))), (page.width, height))
+
+
+def on_ground(picture: PILImage.Image, size: tuple[int, int]) -> PILImage.Image:
+    """A picture at the upper left of a larger one, which has the colour of its last row."""
+    if picture.size == size:
+        return picture
+    ground: Any = picture.getpixel((0, picture.height - 1))
+    whole = PILImage.new("RGB", size, ground)
+    whole.paste(picture)
+    return whole
 
 
 def frames(
@@ -186,15 +194,32 @@ class Pages(Task):
         return self.cutting(row, clip, rng, key) if of == "text" else self.problem(row, clip, key)
 
     def cutting(self, row: Record, clip: bool, rng: Random, key: str) -> Problem:
-        """One text of a row, with at most one step of the grid around it; as a clip, while it is held."""
-        text, left, top, width, height = rng.choice(row["texts"])
-        picture = self._picture(row["file"])
-        begin = [int(one // GRID - rng.randint(0, 1)) * GRID for one in (left, top)]
-        end = [int(-(-one // GRID) + rng.randint(0, 1)) * GRID for one in (left + width, top + height)]
-        box = (max(0, begin[0]), max(0, begin[1]), min(picture.width, end[0]), min(picture.height, end[1]))
-        cut = picture.crop(box)
-        seen = Seen(escape(text), clip_of(frames(cut, None, FPS, cut.height)) if clip else Image(cut), "")
-        meta = {"graph": seen, "side": row["side"]}
+        """One text of a row, with at most one step of the grid around it; as a clip up to MOST_CUT of them,
+        from top to bottom, each held for one item of the tower.
+
+        What a clip asks for beyond a picture is learned here at little cost: where to go on in the next item.
+        """
+        picture, texts = self._picture(row["file"]), row["texts"]
+        chosen = rng.sample(texts, min(len(texts), rng.randint(1, MOST_CUT) if clip else 1))
+        chosen.sort(key=lambda text: (text[2], text[1]))
+        cuts = []
+        for _, left, top, width, height in chosen:
+            begin = [int(one // GRID - rng.randint(0, 1)) * GRID for one in (left, top)]
+            end = [int(-(-one // GRID) + rng.randint(0, 1)) * GRID for one in (left + width, top + height)]
+            box = (
+                max(0, begin[0]),
+                max(0, begin[1]),
+                min(picture.width, end[0]),
+                min(picture.height, end[1]),
+            )
+            cuts.append(picture.crop(box))
+        shown: Image | Video = Image(cuts[0])
+        if clip:
+            size = max(cut.width for cut in cuts), max(cut.height for cut in cuts)
+            held = round((HOLD_S + MOVE_S) * FPS)
+            shown = clip_of([on_ground(cut, size) for cut in cuts for _ in range(held)])
+        text = "| ".join(one[0] for one in chosen)
+        meta = {"graph": Seen(escape(text), shown, ""), "side": row["side"]}
         return Problem(READ, picture, text, text, text, "text", row["side"], meta, self.name, key)
 
     def problem(self, row: Record, clip: bool, key: str) -> Problem:

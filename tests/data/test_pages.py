@@ -39,6 +39,7 @@ from earlyfusion.data.tasks.pages import (
     ROWS,
     document_of,
     frames,
+    on_ground,
     places_of,
     row_of,
     scroll,
@@ -195,26 +196,27 @@ def test_a_text_is_cut_out_on_the_grid_with_what_is_around_it(tmp_path):
     boxes, clips = {text: box for text, *box in texts}, []
     for seed in range(40):
         problem = task.sample(seed, "train", 4)
-        (left, top, width, height), shown = boxes[problem.target], problem.media()
-        # Half of them stand still for as long as one item of the tower.
-        clips.append(isinstance(shown, Video))
-        seen = shown.frames if isinstance(shown, Video) else [shown.open()]
-        assert len(seen) == (4 if clips[-1] else 1)
-        assert len({one.tobytes() for one in seen}) == 1
-        cut, whole = seen[0].convert("RGB"), problem.picture
-        size = cut.size
-        # Somewhere on the grid: the text whole, at most a step more on either side.
-        assert any(
-            whole.crop((x, y, x + size[0], y + size[1])).tobytes() == cut.tobytes()
-            and x <= left < x + 2 * GRID
-            and y <= top < y + 2 * GRID
-            and left + width <= x + size[0] <= left + width + 2 * GRID
-            and top + height <= y + size[1] <= top + height + 2 * GRID
-            for y in range(0, whole.height, GRID)
-            for x in range(0, whole.width, GRID)
-        )
+        shown, whole = problem.media(), problem.picture
+        said = problem.target.split("| ")
+        seen = shown.frames if isinstance(shown, Video) else [shown.open().convert("RGB")]
+        if isinstance(shown, Video):
+            # From top to bottom, each for as long as one item of the tower.
+            clips.append(len(said))
+            assert said == [text for text, *_ in texts if text in said]
+            assert len(seen) == 4 * len(said)
+            assert all(len({one.tobytes() for one in seen[i : i + 4]}) == 1 for i in range(0, len(seen), 4))
+        for text, cut in zip(said, seen[::4]):
+            left, top, width, height = boxes[text]
+            # Somewhere on the grid: the text whole, at most a step more on either side, then the ground.
+            assert any(
+                on_ground(whole.crop((x, y, right, bottom)), cut.size).tobytes() == cut.tobytes()
+                for y in range(max(0, top // GRID * GRID - GRID), top + 1, GRID)
+                for x in range(max(0, left // GRID * GRID - GRID), left + 1, GRID)
+                for right in range(-(-(left + width) // GRID) * GRID, min(241, x + cut.size[0] + 1), GRID)
+                for bottom in range(-(-(top + height) // GRID) * GRID, y + cut.size[1] + 1, GRID)
+            )
         assert task.reward(problem, problem.target) == 1 > task.reward(problem, "Bright Go") > 0
-    assert 10 < sum(clips) < 30
+    assert {*clips} == {1, 2} and 10 < len(clips) < 30
     # Held-out pages are asked for as pages, and a folder without texts has none to read.
     assert task.sample(0, "test", 4).target.startswith("page ")
     (folder / ROWS).write_text("".join(json.dumps({**row, "texts": []}) + "\n" for row in rows))
