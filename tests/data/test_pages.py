@@ -12,6 +12,7 @@ from earlyfusion.data.sample import Image as MediaImage
 from earlyfusion.data.sample import Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.pages import (
+    WIDTH,
     COLUMNS,
     FONTS,
     FORMS,
@@ -47,6 +48,8 @@ from earlyfusion.data.tasks.pages import (
 from earlyfusion.data.tasks.problem import TaskError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.video import sample_indices
+from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.vision.patches import navit_size
 
 SIDES = ("train", "template", "combination")
 
@@ -277,3 +280,12 @@ def test_a_conversation_shows_the_draft_and_pays_for_the_page_alone(tmp_path):
         assert [loss for _, loss in pages] == [0, 1][1 - revised :]
         assert len({text for text, _ in pages}) == 1 + revised
     assert seen == {(False, 1), (True, 2)}
+
+
+@pytest.mark.parametrize("recipe", ["website-pretrain", "website-sft"])
+def test_what_a_model_is_shown_is_never_shrunk(recipe):
+    """Letters of six pixels cannot be read from a frame that was made smaller."""
+    vision = load_config([recipe]).vision
+    for height, limit in ((HEIGHT, vision.in_patch_limit_each_frame), (600, vision.in_patch_limit)):
+        size = navit_size(WIDTH, height, vision, patch_limit=limit)
+        assert (size.new_w, size.new_h) == (WIDTH, height)
