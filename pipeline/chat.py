@@ -32,8 +32,7 @@ from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.generate_cmd import device_of, params_of
+from earlyfusion.pipeline.generate_cmd import model_on, params_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\
@@ -245,7 +244,7 @@ def chat(options: ChatOptions) -> None:
     params = params_of(options)
     folder = model_folder(options.model)
     keep_freed_memory()
-    model = load_model(folder, device=device_of(options.device))
+    model = model_on(folder, options.device)
     template = template_of(folder) if options.template == "auto" else options.template
 
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ to standard error, so the answer can be piped.
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import engine_for
 from earlyfusion.model.engine.requests import Request, SamplingParams
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.runtime import keep_freed_memory
@@ -64,7 +66,7 @@ def generate(options: GenerateOptions) -> None:
             raise UserError(f"--{str(error).split(';')[0]}") from None
     # Answers are made of many short-lived buffers.
     keep_freed_memory()
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    model, tokenizer = model_on(folder, options.device), Tokenizer.load(folder)
 
     if chat:
         message = Message("user", (*segments, Text(question or "")))
@@ -86,6 +88,18 @@ def answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     # A message that only calls would print nothing.
     calls = [f"{call.tool}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.calls]
     return "\n".join([part for part in (message.text.strip(), *calls) if part])
+
+
+def model_on(folder: Path, name: str) -> NativeFusion:
+    """A model directory on the device of that name, as `dtype_on` says."""
+    device = device_of(name)
+    return load_model(folder, device, dtype_on(device))
+
+
+def dtype_on(device: torch.device) -> torch.dtype | None:
+    """float32 on a CPU, where products of bfloat16 are slower and the compiled engine has none; else None, as
+    it is stored."""
+    return torch.float32 if device.type == "cpu" else None
 
 
 def device_of(name: str) -> torch.device:

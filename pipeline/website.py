@@ -29,7 +29,8 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.sample import Image, Video
-from earlyfusion.data.tasks.pages import QUESTION, Seen, document_of, window
+from earlyfusion.data.synth.pages import WIDTH
+from earlyfusion.data.tasks.pages import HEIGHT, QUESTION, Seen, document_of, window
 from earlyfusion.data.tasks.problem import Form
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video import container_of, open_clip
@@ -44,12 +45,13 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record, write_atomic, write_jsonl
 from earlyfusion.model.engine.requests import SamplingParams
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.chat import Conversation
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.generate_cmd import model_on
 from earlyfusion.pipeline.report.page import data_uri, write_page
 from earlyfusion.pipeline.serve.app import ServeOptions, serve
+from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.patches import navit_size
 
 MODEL = "embedded:website"
 """The model that travels with the package."""
@@ -196,6 +198,14 @@ def score_pages(options: ScoreOptions) -> None:
 # ---- a model's pages
 
 
+def warn_if_shrunk(vision: VisionConfig) -> None:
+    """Say so where a model is shown less than what a frame holds: letters of six pixels do not survive it."""
+    size = navit_size(WIDTH, HEIGHT, vision, patch_limit=vision.in_patch_limit_each_frame)
+    if (size.new_w, size.new_h) != (WIDTH, HEIGHT):
+        told = f"frames of {WIDTH} x {HEIGHT} are shrunk to {size.new_w} x {size.new_h}"
+        print(f"warning: {told}; train with a larger vision.in_patch_limit_each_frame", file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class PageEntry:
     """The task `pages` as an entry of eval/measure.py."""
@@ -312,7 +322,8 @@ class EvalOptions(Options):
 def evaluate(options: EvalOptions) -> None:
     """Score a model on held-out pages, beside its blind rows and the floors."""
     folder = model_folder(options.model)
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    model, tokenizer = model_on(folder, options.device), Tokenizer.load(folder)
+    warn_if_shrunk(model.config.vision)
     entry = PageEntry({"path": str(options.pages)}, options.difficulty, template_of(folder) == "chat")
     asked = ask(
         model.eval(),
@@ -377,7 +388,8 @@ def demo(options: DemoOptions) -> None:
         page = page or clip.with_suffix(".txt")
     if not clip.is_file():
         raise UserError(f"{clip}: no such file")
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    model, tokenizer = model_on(folder, options.device), Tokenizer.load(folder)
+    warn_if_shrunk(model.config.vision)
     params = SamplingParams(options.max_new_tokens, 0.0)
     talk = Conversation(model.eval(), tokenizer, params, template=template_of(folder), context=4096)
     talk.begin()

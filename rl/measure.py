@@ -53,10 +53,9 @@ from earlyfusion.model.engine.engine import engine_for, evaluating
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.figures import show
-from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.generate_cmd import model_on
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry, entry_of, replies_of
 from earlyfusion.rl.rollouts.episodes import Environments, Episodes
@@ -275,7 +274,7 @@ def measure(options: MeasureOptions) -> None:
     shared: Record = options.model_dump(include={"problems", "seed", "samples", "slots", "temperature"})
     shared["pictures"] = parse_pictures(options.pictures)
     folder = model_folder(options.model)
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    model, tokenizer = model_on(folder, options.device), Tokenizer.load(folder)
 
     # The same problems without and with the tool.
     result: Record = {"model": options.model, "seed": options.seed}

@@ -39,7 +39,7 @@ from earlyfusion.model.engine.requests import Event, Request, RequestError, Samp
 from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.generate_cmd import device_of, dtype_on, model_on
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 try:
@@ -122,7 +122,8 @@ class Service:
     def __init__(self, options: ServeOptions) -> None:
         # Model, its words, and an engine with the memory that was asked for.
         folder = model_folder(options.model)
-        model = load_model(folder, device=device_of(options.device))
+        model = model_on(folder, options.device)
+        self.dtype = dtype_on(device_of(options.device))
         self.tokenizer = Tokenizer.load(folder)
         try:
             engine = Engine(
@@ -209,7 +210,8 @@ class Service:
             text = "model_path: weights are read from the folder of --weights-from alone"
             raise Refused(text, status=403, param="model_path")
         try:
-            weights = (await asyncio.to_thread(load_model, folder)).state_dict()
+            new = await asyncio.to_thread(load_model, folder, "cpu", self.dtype)
+            weights = new.state_dict()
             version = await self.worker.load(weights)
         except (UserError, ValueError, OSError) as error:
             return JSONResponse({"success": False, "message": one_line(error, 300)}, 400)

@@ -12,13 +12,13 @@ from earlyfusion.data.sample import Image as MediaImage
 from earlyfusion.data.sample import Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.pages import (
-    WIDTH,
     COLUMNS,
     FONTS,
     FORMS,
     INNER,
     PALETTES,
     TONES,
+    WIDTH,
     Page,
     Section,
     damaged,
