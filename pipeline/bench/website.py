@@ -24,8 +24,8 @@ SIDES = ("pixels", "boxes", "playwright")
 
 
 class WebsiteOptions(Options):
-    pages: PositiveInt = 100
-    """pages of a round"""
+    pages: PositiveInt = 300
+    """pages of a round, so many that the contexts' beginning is not what is measured"""
     workers: PositiveInt = 4
     """pages at a time"""
     rounds: PositiveInt = 2
