@@ -69,7 +69,7 @@ NEEDED = """
 config.json of public checkpoints: model.kv_norm_eps model.linear_attn_config.kda_layers model.moe_layer_freq
   model.moe_renormalize model.moe_router_activation_func model.rms_norm_eps
   model.router_bias_update_rate model.vocab_size vision.alpha_background vision.bias vision.in_channels
-  vision.in_patch_limit_each_frame vision.max_patches_per_side vision.merge_kernel_size
+  vision.max_patches_per_side vision.merge_kernel_size
   vision.norm vision.norm_eps vision.pos_emb_interpolation vision.pos_emb_time vision.projector
   vision.projector_ln_eps
 limits against hostile files, which the errors name: data.decode.animation_max_pixels
