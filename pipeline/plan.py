@@ -22,7 +22,7 @@ from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.adapter import adapted
-from earlyfusion.pipeline.bench.frame import saved_record
+from earlyfusion.pipeline.bench.frame import GROWTH, saved_record
 from earlyfusion.pipeline.build import meta_model, own_tokenizer, with_tokenizer
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
@@ -40,8 +40,6 @@ from earlyfusion.pipeline.stage_data import describe_mix
 VISION = ("vision", "projector")
 USUAL_MFU = 0.3
 """Share of the peak that training reaches where it runs well, if nothing was measured."""
-GROWTH = "runs/bench/growth.json"
-"""Where `earlyfusion bench growth` leaves what it measured on this machine."""
 SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14 pixels a patch
 
 

@@ -384,8 +384,9 @@ def demo(options: DemoOptions) -> None:
         clip = next(iter(sorted(folder.glob("*.mp4"))), None)
         if clip is None:
             raise UserError(f"{options.model} has no sample; name a clip: website demo CLIP.mp4")
-        # The page of a sample lies beside it.
-        page = page or clip.with_suffix(".txt")
+        # The page of a sample lies beside it, where it is known.
+        beside = clip.with_suffix(".txt")
+        page = page or (beside if beside.is_file() else None)
     if not clip.is_file():
         raise UserError(f"{clip}: no such file")
     model, tokenizer = model_on(folder, options.device), Tokenizer.load(folder)

@@ -23,6 +23,8 @@ from earlyfusion.kernels.files import Record, write_json
 from earlyfusion.pipeline.runtime import installed
 
 Result = Record
+GROWTH = "runs/bench/growth.json"
+"""Where `bench growth` leaves what it measured, and `plan` looks for it."""
 # What a figure depends on beside the device.
 PACKAGES = ("torch", "triton", "fla-core", "transformers")
 

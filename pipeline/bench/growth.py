@@ -18,6 +18,7 @@ from earlyfusion.kernels.files import Record
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import decoder_flops
 from earlyfusion.pipeline.bench.frame import (
+    GROWTH,
     Result,
     alternate,
     default_device,
@@ -51,7 +52,7 @@ class GrowthOptions(Options):
     """timed steps of one round"""
     rounds: PositiveInt = 2
     """rounds, each case once a round"""
-    out: str = "runs/bench/growth.json"
+    out: str = GROWTH
     """where the numbers are saved"""
 
 

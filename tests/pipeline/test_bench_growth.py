@@ -4,11 +4,11 @@ import pytest
 
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import decoder_flops
-from earlyfusion.pipeline.bench.frame import save_record
+from earlyfusion.pipeline.bench.frame import GROWTH, save_record
 from earlyfusion.pipeline.bench.growth import GrowthOptions, cases, step_side
 from earlyfusion.pipeline.build import meta_model
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.plan import GROWTH, nearest_growth, time_line
+from earlyfusion.pipeline.plan import nearest_growth, time_line
 from earlyfusion.pipeline.progress import duration
 
 
