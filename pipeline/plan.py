@@ -155,12 +155,14 @@ def nearest_growth(model: ModelConfig, length: int) -> Record | None:
     """The case of `bench growth` on this machine that is nearest by the ratios of length, width and experts;
     None where nothing was measured here."""
     try:
-        cases = saved_record(GROWTH)["cases"].values()
+        every = saved_record(GROWTH).get("cases", {}).values()
     except (OSError, UserError):
         return None
+    # Not where the peak is unknown, nor of a record from before it was kept.
+    cases = [case for case in every if case.get("roofline, GFLOP/s")]
     wanted = {"length": length, "hidden_size": model.hidden_size, "num_experts": model.num_experts or 1}
     apart = lambda case: sum(abs(math.log((case[name] or 1) / size)) for name, size in wanted.items())
-    return min(cases, key=apart)
+    return min(cases, key=apart, default=None)
 
 
 def time_line(config: RunConfig, model: NativeFusion) -> str:

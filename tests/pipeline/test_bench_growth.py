@@ -39,6 +39,11 @@ def test_a_plan_takes_the_nearest_case_of_this_machine(tmp_path, monkeypatch):
     config = load_config(["nano"])
     model = meta_model(config)
     assert "unknown" in time_line(config, model)
+    # A record from before the peak was kept, and one of a device whose peak is unknown.
+    unknown = {"length": 512, "hidden_size": 128, "num_experts": 8, "roofline, GFLOP/s": float("nan")}
+    for case in ({"share of the roofline": 0.3}, unknown):
+        save_record(GROWTH, {}, cases={"a": case})
+        assert "unknown" in time_line(config, model)
     shape = {"hidden_size": 128, "num_experts": 8, "share of the roofline": 0.5, "roofline, GFLOP/s": 2.0}
     slow = shape | {"share of the roofline": 0.25}
     save_record(
