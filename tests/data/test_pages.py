@@ -238,7 +238,12 @@ def test_the_task_asks_for_held_out_pages_and_pays_for_what_is_right(tmp_path, t
         other = next(one for one in asked if one.target != problem.target)
         assert 0 < task.reward(problem, other.target) < 1
         assert task.reward(problem, "nothing to see here") == 0
-    # One picture holds nothing that has to be opened first.
+    # One picture holds nothing that has to be opened first, whichever way it is asked for.
+    either = task.test_problems(8, 0, 2)
+    kinds = {json.loads(line)["page"]: "opened" in line for line in (tmp_path / "pages.jsonl").open()}
+    if target == "dsl":
+        assert {isinstance(problem.media(), Video) for problem in either} == {True, False}
+        assert all(isinstance(problem.media(), Video) for problem in either if kinds[problem.target])
     stills = [task.sample(seed, "train", 0) for seed in range(20)]
     whole = {json.loads(line)["page"] for line in (tmp_path / "pages.jsonl").open() if "opened" not in line}
     if target == "dsl":
