@@ -27,6 +27,9 @@ class PageTalksOptions(GeneratedOptions):
     """0: the whole page as a picture; 1: a clip; 2: either."""
     revised: float = Field(0.4, ge=0, le=1)
     """Share of the conversations that hold a draft, of pages that have one."""
+    shown: float = Field(1.0, ge=0, le=1)
+    """Share of the drafts that are shown back as they look; the others are asked for again in words alone,
+    which is what `shown = false` of the environment `website` does."""
 
 
 @source("page_talks", PageTalksOptions, pictures=True, chat=True)
@@ -45,7 +48,8 @@ class PageTalks(Generated):
         if "draft" in problem.meta and rng.random() < self.options.revised:
             draft = problem.meta["draft"]
             messages.append(Message("assistant", (Text(draft),)))
-            messages.append(Message("user", (Image(problem.meta["drafted"]), Text(REVISE, 0.0))))
+            looks = [Image(problem.meta["drafted"])] if rng.random() < self.options.shown else []
+            messages.append(Message("user", (*looks, Text(REVISE, 0.0))))
         messages.append(Message("assistant", (Text(problem.target),)))
         sample = chat_sample(messages, source=self.name, key=key)
         parts = [*sample.segments]

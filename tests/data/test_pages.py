@@ -270,11 +270,11 @@ def test_a_conversation_shows_the_draft_and_pays_for_the_page_alone(tmp_path):
         SourceConfig(
             name="talks",
             kind="page_talks",
-            options={"path": str(folder_of(tmp_path)), "difficulty": 2, "revised": 0.5},
+            options={"path": str(folder_of(tmp_path)), "difficulty": 2, "revised": 0.5, "shown": 0.5},
         )
     )
     seen = set()
-    for number in range(30):
+    for number in range(60):
         sample = source.made(number, "k", heldout=False)
         words = [part for part in sample.segments if isinstance(part, Text)]
         pages = [(part.text, part.loss) for part in words if part.text.startswith("page ")]
@@ -284,7 +284,8 @@ def test_a_conversation_shows_the_draft_and_pays_for_the_page_alone(tmp_path):
         # The page that is paid for comes last; the draft before it is another one and costs nothing.
         assert [loss for _, loss in pages] == [0, 1][1 - revised :]
         assert len({text for text, _ in pages}) == 1 + revised
-    assert seen == {(False, 1), (True, 2)}
+    # Of drafts, some are shown as they look and some are not.
+    assert seen == {(False, 1), (True, 1), (True, 2)}
 
 
 @pytest.mark.parametrize("recipe", ["website-pretrain", "website-sft"])
