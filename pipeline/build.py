@@ -97,7 +97,8 @@ def model(config: RunConfig, tokens: Tokenizer, said: list[str] | None = None) -
             if said is not None:
                 said += lines
         return made
-    loaded = load_model(model_folder(config.run.init_from))
+    # fp32 whatever the start is stored in: updates of 1e-3 of a weight would round away in bfloat16.
+    loaded = load_model(model_folder(config.run.init_from), dtype=torch.float32)
     if loaded.config != wanted:
         raise UserError(
             f"run.init_from {config.run.init_from}: its model or vocabulary is not the recipe's; "

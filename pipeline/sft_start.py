@@ -86,7 +86,7 @@ def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) 
     Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such
     directory.
     """
-    loaded = load_model(directory)
+    loaded = load_model(directory, dtype=torch.float32)  # as build.model does
     before, after = loaded.config.text.vocab_size, wanted.text.vocab_size
     if loaded.config == wanted and not tokens.added:
         return loaded, ""
@@ -96,7 +96,7 @@ def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) 
         )
 
     # A fresh model of the larger shape; every weight of it is replaced.
-    fusion = NativeFusion(wanted).to(loaded.decoder.embed_tokens.weight.dtype)
+    fusion = NativeFusion(wanted)
     state = loaded.state_dict()
     fresh = [tokens.id_of(name) for name in tokens.added]
     for name in TABLES:

@@ -9,10 +9,11 @@ import torch
 from tiny_run import assert_same, losses, numbers, run_here, same, weights
 from torch import Tensor
 
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.models.engine import EngineModel
-from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.checkpoint import completed, step_of
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
@@ -209,6 +210,15 @@ def test_a_warm_start_begins_with_the_weights_and_with_nothing_else(training, fi
     assert losses(tmp_path / "warm")[0] < losses(finished)[0] - 0.5, (
         "it knows already what the first run learned"
     )
+
+
+def test_a_start_that_is_stored_in_bfloat16_is_trained_in_float32(training, finished, tmp_path):
+    """A step of 1e-3 of a weight is less than half of what bfloat16 tells apart: it would be lost."""
+    model = load_model(finished / "model", dtype=torch.bfloat16)
+    folder = save_model(model, Tokenizer.load(finished / "model"), tmp_path / "stored")
+    run = training(("run.init_from", str(folder)), out=tmp_path / "warm")
+    assert {parameter.dtype for parameter in run.fusion.parameters()} == {torch.float32}
+    assert same(dict(run.fusion.state_dict()), {k: v.float() for k, v in model.state_dict().items()})
 
 
 def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path):

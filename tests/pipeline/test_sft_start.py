@@ -8,7 +8,7 @@ from chat_cases import chat_recipe, tune, write_chats, write_start
 from tiny_run import weights, write_recipe
 
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.sft_start import start_model, with_start
@@ -91,6 +91,10 @@ def test_a_tokenizer_of_the_same_size_changes_nothing(model_dir, chats, tmp_path
     model, added = start_model(model_dir, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
     ours, theirs = model.state_dict(), load_model(model_dir).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and added == ""
+    # What is stored in bfloat16 is trained in float32, where a small step is not rounded away.
+    stored = save_model(load_model(model_dir, dtype=torch.bfloat16), tokens, tmp_path / "stored")
+    model, _ = start_model(stored, model.config, tokens)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert set(SPECIAL_TOKENS) <= set(tokens.special_ids)
 
 

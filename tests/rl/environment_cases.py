@@ -80,6 +80,12 @@ class Faulty(Walk):
         return super().step(message)
 
 
+class Long(Walk):
+    """Makes no sense in less than three turns."""
+
+    turns = 3
+
+
 class Restless(Walk):
     """Begins every time elsewhere."""
 

@@ -378,6 +378,7 @@ def test_frames_of_a_game_are_functions_of_the_seed():
             "unexpected keyword argument 'size'",
         ),
         ({"environment": f"{CASES}:Restless"}, "began one problem in two ways"),
+        ({"environment": f"{CASES}:Long", "turns": 2}, "replies 3 times.*after 2; set turns.* to 3"),
         ({"environment": f"{CASES}:Plain", "chat": True}, "drop chat"),
         ({"environment": f"{CASES}:Plain", "tools": True}, "drop one"),
         ({"environment": None, "isolated": True}, "are for an environment; name one"),
