@@ -86,7 +86,6 @@ the form of a question: tasks.thought
 entries of held-out problems are those of tasks: eval.seed eval.tasks.difficulty
   eval.tasks.options eval.tasks.power eval.tasks.thought
 a mixture that changes within a stage: stages.mix.ramp
-tools with long outputs: rollout.tool_output_tokens
 k1.5 takes several updates an iteration: train.epochs train.minibatches
 """
 """Who needs a key that no recipe sets and no document names: reason, then keys."""
