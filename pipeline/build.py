@@ -97,7 +97,7 @@ def model(config: RunConfig, tokens: Tokenizer, said: list[str] | None = None) -
             if said is not None:
                 said += lines
         return made
-    # fp32 whatever the start is stored in: updates of 1e-3 of a weight would round away in bfloat16.
+    # Whatever it is stored in: updates of 1e-3 would round away in bfloat16.
     loaded = load_model(model_folder(config.run.init_from), dtype=torch.float32)
     if loaded.config != wanted:
         raise UserError(

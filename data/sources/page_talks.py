@@ -28,8 +28,8 @@ class PageTalksOptions(GeneratedOptions):
     revised: float = Field(0.4, ge=0, le=1)
     """Share of the conversations that hold a draft, of pages that have one."""
     shown: float = Field(1.0, ge=0, le=1)
-    """Share of the drafts that are shown back as they look; the others are asked for again in words alone,
-    which is what `shown = false` of the environment `website` does."""
+    """Share of the drafts that are shown back as they look; the others, as `shown = false` of the
+    environment `website` has it, in words alone."""
 
 
 @source("page_talks", PageTalksOptions, pictures=True, chat=True)

@@ -262,15 +262,12 @@ class Pages(Task):
         rng.shuffle(rows)
         kinds = {side: [row for row in rows if row["side"] == side] for side in ("template", "combination")}
         taken = [row for pair in zip(*kinds.values()) for row in pair] or rows
+        # What is behind a tab is never asked for from one picture.
+        either = lambda row: rng.random() < 0.5 or "opened" in row
         return [
-            self.problem(row, self._clip(row, clip, rng), f"pages/test/{difficulty}/{i}")
+            self.problem(row, either(row) if clip is None else clip, f"pages/test/{difficulty}/{i}")
             for i, row in enumerate(taken[:count])
         ]
-
-    def _clip(self, row: Record, clip: bool | None, rng: Random) -> bool:
-        """Whether a row is shown as a clip; either where both show it: not from one picture what is behind a
-        tab."""
-        return rng.random() < 0.5 or "opened" in row if clip is None else clip
 
     def score(self, problem: Problem, answer: str) -> float:
         """Share of the words of both pages that agree in order, looks and kinds among them."""
