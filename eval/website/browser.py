@@ -71,13 +71,19 @@ class PageError(DataError):
     """A page that cannot be rendered: too large, too slow, or none; the message is one line."""
 
 
+STYLES = ["color", "visibility", "opacity"]
+WHITE = "rgb(255, 255, 255)"
+
+
 @dataclass(frozen=True)
 class Block:
-    """A text of a page as it is laid out. box: left, top, width, height in pixels; colour: RGB."""
+    """A text of a page as it is laid out. box: left, top, width, height in pixels; colour, ground: RGB of its
+    letters and of what is behind them."""
 
     text: str
     box: tuple[float, float, float, float]
     colour: tuple[int, int, int]
+    ground: tuple[int, int, int] = (255, 255, 255)
 
 
 @dataclass(frozen=True)
@@ -270,9 +276,8 @@ class Renderer:
 
     async def _view(self, seeing: Any, pixels: bool, refused: list[str]) -> View:
         """What the browser's own tools say of the page: no script of it is asked."""
-        told = await seeing.send(
-            "DOMSnapshot.captureSnapshot", {"computedStyles": ["color", "visibility", "opacity"]}
-        )
+        asked = {"computedStyles": STYLES, "includeBlendedBackgroundColors": True}
+        told = await seeing.send("DOMSnapshot.captureSnapshot", asked)
         content = told["documents"][0]["contentHeight"]
         # A page that is shorter than its window ends where its own elements end.
         height = content if content > HEIGHT else extent_of(told) or content
@@ -329,14 +334,19 @@ def blocks_of(snapshot: Any) -> list[Block]:
     """The visible texts of a DOMSnapshot.captureSnapshot (Chrome DevTools Protocol), as laid out."""
     strings, found = snapshot["strings"], []
     for document in snapshot["documents"][:1]:
-        layout = document["layout"]
-        for text, box, style in zip(layout["text"], layout["bounds"], layout["styles"]):
-            said = " ".join(strings[text].split()) if text >= 0 else ""
-            if not said or len(style) < 3 or min(box[2:]) <= 0:
+        layout, parents, grounds = document["layout"], document["nodes"]["parentIndex"], {}
+        rows = (layout[name] for name in ("nodeIndex", "text", "bounds", "styles", "blendedBackgroundColors"))
+        for node, text, box, style, below in zip(*rows):
+            if len(style) < len(STYLES):
                 continue
             colour, visible, opacity = (strings[one] for one in style)
-            if visible == "visible" and float(opacity) > 0:
-                found.append(Block(said[:400], tuple(box), rgb(colour)))
+            if text < 0:
+                # Of elements, with what shines through; a text has that of its own.
+                grounds[node] = strings[below] if below >= 0 else WHITE
+            said = " ".join(strings[text].split()) if text >= 0 else ""
+            if said and min(box[2:]) > 0 and visible == "visible" and float(opacity) > 0:
+                ground = rgb(grounds.get(parents[node], WHITE))
+                found.append(Block(said[:400], tuple(box), rgb(colour), ground))
     return found[:MOST_BLOCKS]
 
 

@@ -34,7 +34,7 @@ Clip = Callable[[Image.Image, Image.Image], float]
 @dataclass(frozen=True)
 class Score:
     """Terms by name, each in [0, 1]: pixels, area, text, position, colour, and clip where one was given.
-    Without pixels the mean is of the others."""
+    Without pixels stands ground, the share of the texts that have as good as the same colour behind them."""
 
     terms: dict[str, float]
 
@@ -47,6 +47,8 @@ class Score:
 NAMES = ("pixels", "area", "text", "position", "colour")
 NOTHING = Score(dict.fromkeys(NAMES, 0.0))
 """The score of a page that cannot be rendered."""
+UNSEEN = Score(dict.fromkeys(("ground", *NAMES[1:]), 0.0))
+"""The same without pixels."""
 
 
 def similarity(one: str, two: str) -> float:
@@ -78,7 +80,7 @@ def score(seen: View, wanted: View, clip: Clip | None = None) -> Score:
     """How alike `seen` looks to `wanted`; the pixels only where both have them. clip: (picture, picture) ->
     [0, 1], one more term."""
     if empty(seen):
-        return NOTHING if seen.picture and wanted.picture else _without_pixels(NOTHING)
+        return NOTHING if seen.picture and wanted.picture else UNSEEN
     pairs = matches(seen.blocks, wanted.blocks)
     area = lambda block: block.box[2] * block.box[3]
     whole = sum(map(area, (*seen.blocks, *wanted.blocks)))
@@ -100,11 +102,10 @@ def score(seen: View, wanted: View, clip: Clip | None = None) -> Score:
         terms = {"pixels": close_pixels(seen.picture, wanted.picture)} | terms
         if clip is not None:
             terms["clip"] = clip(seen.picture, wanted.picture)
+    else:
+        near = [max(abs(x - y) for x, y in zip(a.ground, b.ground)) < CLOSE for a, b, _ in pairs]
+        terms |= {"ground": sum(near) / count if characters else 1.0}
     return Score(terms)
-
-
-def _without_pixels(found: Score) -> Score:
-    return Score({name: value for name, value in found.terms.items() if name != "pixels"})
 
 
 def empty(view: View) -> bool:

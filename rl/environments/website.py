@@ -7,7 +7,7 @@
 The assistant's message is a page, in the compact language or in HTML. It is rendered beside the engine: while
 pages of some conversations are drawn, others are decoded. With `revisions` the rendered page is shown back
 that many times, and every further message is paid what it adds to the score, so the sum is the score of the
-last page. pixels = false scores the boxes of the texts alone, for which no picture is drawn.
+last page. pixels = false scores the boxes of the texts and what is behind them; no picture is drawn.
 """
 
 import asyncio

@@ -68,6 +68,12 @@ def test_boxes_are_those_of_the_page_and_the_score_sees_damage():
         assert shown <= {block.text for block in view.blocks} and view.picture.size == view.size
         assert view.size[0] == WIDTH and boxes.picture is None and boxes.blocks == view.blocks
         assert 1 == score(view, view).mean > score(short, view).mean > score(toned, view).mean
+        # What stands behind a text is the colour that most of its box has; a marker fills its own.
+        for block in view.blocks:
+            left, top, width, height = block.box
+            box = int(left), int(top), int(left + width), int(top + height)
+            colours = view.picture.crop(box).getcolors(1 << 20)
+            assert len(block.text) == 1 or max(colours)[1] == block.ground
     # A page that nobody looked at: the floor that a model has to leave behind.
     assert fmean(other) < 0.35
 

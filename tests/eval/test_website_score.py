@@ -8,6 +8,7 @@ from PIL import Image
 
 from earlyfusion.eval.website.browser import Block, View
 from earlyfusion.eval.website.score import (
+    CLOSE,
     NOTHING,
     changed,
     close_pixels,
@@ -23,7 +24,7 @@ TEXTS = "one two|three four five|six|seven eight|nine ten eleven|twelve".split("
 
 def view(texts=TEXTS, shift=0.0, colour=(10, 20, 30), ground=(250, 250, 250), height=200):
     blocks = [
-        Block(text, (10 + shift, 20.0 * number, 6.0 * len(text), 12.0), colour)
+        Block(text, (10 + shift, 20.0 * number, 6.0 * len(text), 12.0), colour, ground)
         for number, text in enumerate(texts)
     ]
     picture = Image.new("RGB", (240, height), ground)
@@ -58,6 +59,15 @@ def test_colours_are_compared_by_ciede2000():
     assert score(view(colour=(0, 0, 0)), view(colour=(255, 255, 255))).terms["colour"] == pytest.approx(
         0, abs=1e-3
     )
+
+
+def test_without_pixels_the_ground_of_the_texts_is_paid_for():
+    """A palette that is wrong behind half of the texts is wrong by half of a term."""
+    bare = lambda ground: View((240, 200), [*view().blocks[:3], *view(ground=ground).blocks[3:]])
+    found = score(bare((250, 250, 250 - CLOSE)), bare((250, 250, 250)))
+    assert found.terms["ground"] == 0.5 and found.mean == pytest.approx(0.9)
+    assert score(bare((250, 250, 251 - CLOSE)), bare((250, 250, 250))).mean == 1
+    assert "ground" not in score(view(), view()).terms
 
 
 def test_a_term_of_ones_own_joins_the_mean():
