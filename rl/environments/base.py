@@ -60,7 +60,7 @@ class Environment:
 
     answers: bool = False
     """Whether the assistant has the last word, as with tools; else the environment ends the conversation."""
-    turns: int = 1
+    least_turns: int = 1
     """Replies without which it makes no sense; a recipe that gives fewer is refused."""
 
     def reset(self, problem: Problem) -> Any:

@@ -37,7 +37,7 @@ class Website(Environment):
         if revisions < 0:
             raise EnvironmentFault(f"website: revisions = {revisions}; expected 0 or more")
         self.left, self.pixels, self.shown = revisions, pixels, shown
-        self.turns = revisions + 1
+        self.least_turns = revisions + 1
         self.paid = 0.0
         self.wanted = ""
 

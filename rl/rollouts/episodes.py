@@ -143,13 +143,13 @@ class Environments:
     async def _begin(self, entry: TaskEntry, problem: Problem) -> Begun:
         # A game may take its time to be made, so it is made beside the engine, too.
         made = await self.loop.run(self.make, entry)
-        given, needed = entry.turns or self.rollout.tool_turns, getattr(made, "turns", 1)
-        if needed > given:
-            raise EnvironmentFault(
-                f"environment {entry.place!r} replies {needed} times, the recipe ends answers after"
-                f" {given}; set turns of the task, or rollout.tool_turns, to {needed}"
-            )
         try:
+            given, needed = entry.turns or self.rollout.tool_turns, getattr(made, "least_turns", 1)
+            if needed > given:
+                raise EnvironmentFault(
+                    f"environment {entry.place!r} replies {needed} times, the recipe ends answers after"
+                    f" {given}; set turns of the task, or rollout.tool_turns, to {needed}"
+                )
             return Begun(made, [message_of(one) for one in await self.loop.run(made.reset, problem)])
         except BaseException:
             self._close(made)

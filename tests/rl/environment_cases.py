@@ -83,7 +83,7 @@ class Faulty(Walk):
 class Long(Walk):
     """Makes no sense in less than three turns."""
 
-    turns = 3
+    least_turns = 3
 
 
 class Restless(Walk):
