@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from earlyfusion.data.library import chunks_of_lines, library
 from earlyfusion.data.loading.order import digest64, held_out
@@ -40,6 +41,8 @@ class EasyVqaOptions(Options):
     """Questions drawn for one image each epoch, in random order; 0 takes all (19 or 20 for most images)."""
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of the question text; answers have 1."""
+    question_weights: dict[str, PositiveFloat] = {}
+    """How many times as likely a question with these words is to be drawn (before others of its picture)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,12 @@ class EasyVqa(Source):
         entry, most = self.train[index], self.options.questions_per_image
         questions = list(entry.questions)
         # By name, not by a running generator: a resume draws the same.
-        Random(f"{self.seed}/easy_vqa/{epoch}/{index}").shuffle(questions)
+        rng = Random(f"{self.seed}/easy_vqa/{epoch}/{index}")
+        rng.shuffle(questions)
+        if weights := self.options.question_weights:
+            # Weighted, without putting back: the largest of u^(1/w) first (Efraimidis and Spirakis, 2006).
+            weight = {q: math.prod(w for words, w in weights.items() if words in q) for q, _ in questions}
+            questions.sort(key=lambda asked: -(rng.random() ** (1 / weight[asked[0]])))
         return self._sample(entry, questions[: most or None], f"train/{entry.index}")
 
     def heldout_len(self) -> int:

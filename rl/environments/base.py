@@ -208,6 +208,8 @@ class Loop:
                     _, left = await asyncio.wait(left, timeout=1.0)
                 for one in left:
                     one.cancel()
+            # What an environment keeps for its loop (a browser) ends with it.
+            await asyncio.wait_for(self._loop.shutdown_asyncgens(), 10)
 
         if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(drain(), self._loop).result()

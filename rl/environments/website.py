@@ -12,6 +12,7 @@ last page. pixels = false scores the boxes of the texts and what is behind them;
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from typing import Any
 
 from earlyfusion.data.chat.template import Message
@@ -81,13 +82,25 @@ class Website(Environment):
         return await asyncio.shield(kept[key])
 
 
-_renderers: dict[Any, Renderer] = {}
 _wanted: dict[Any, OrderedDict[Any, asyncio.Future[View]]] = {}
+_browsers: dict[Any, tuple[Renderer, AsyncIterator[None]]] = {}
+
+
+async def _closing(renderer: Renderer) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await renderer.close()
+        _browsers.pop(loop := asyncio.get_running_loop(), None)
+        _wanted.pop(loop, None)
 
 
 async def rendered(html: str, pixels: bool) -> View:
     """A page by the one browser of this loop. Raises PageError."""
     loop = asyncio.get_running_loop()
-    if loop not in _renderers:
-        _renderers[loop] = Renderer(timeout_s=20)
-    return await _renderers[loop].render(html, pixels=pixels)
+    if loop not in _browsers:
+        renderer = Renderer(timeout_s=20)
+        # A loop closes its generators when it ends, so the browser ends with its loop.
+        _browsers[loop] = renderer, (ending := _closing(renderer))
+        await anext(ending)
+    return await _browsers[loop][0].render(html, pixels=pixels)

@@ -24,7 +24,8 @@ from earlyfusion.eval.website.browser import PageError, Renderer, find_browser
 from earlyfusion.eval.website.record import CLIP_FPS, film, filmed, write_pages
 from earlyfusion.eval.website.score import interaction, score
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.rl.environments.base import EnvironmentFault
+from earlyfusion.rl.environments import website
+from earlyfusion.rl.environments.base import EnvironmentFault, Loop
 from earlyfusion.rl.environments.website import Website
 
 pytest.importorskip("skimage", reason="pip install 'earlyfusion[website]'")
@@ -392,6 +393,15 @@ def test_the_environment_pays_what_the_last_page_is_worth_and_shows_it():
     assert 0 < wrong.reward < 0.5 and isinstance(wrong.messages[0].content[0], Image)
     assert right.done and nothing.reward + wrong.reward + right.reward == pytest.approx(1)
     assert boxes.done and boxes.reward == pytest.approx(1)
+    # Left running, each loop's browser and its driver would stay as long as the process.
+    assert not website._browsers
+    loop = Loop()
+    pending = loop.submit(website.rendered("<p>one</p>", False), 60)
+    loop.flush()
+    assert pending.result().blocks[0].text == "one" and len(website._browsers) == 1
+    renderer = next(iter(website._browsers.values()))[0]
+    loop.close()
+    assert not website._browsers and renderer.browser is None
     with pytest.raises(EnvironmentFault, match="use the task pages"):
         Website().reset(Problem("?", None, "", "", "", "", ""))
     with pytest.raises(EnvironmentFault, match="expected 0 or more"):
