@@ -76,6 +76,7 @@ VERBS = {
 BENCHES = {
     "train": Verb("earlyfusion.pipeline.bench.train:train", "a training step, beside transformers"),
     "growth": Verb("earlyfusion.pipeline.bench.growth:growth", "a token's cost by length, width and experts"),
+    "speedrun": Verb("earlyfusion.pipeline.bench.speedrun:speedrun", "how soon a recipe reaches the target"),
     "kernels": Verb("earlyfusion.pipeline.bench.kernels:kernels", "every kernel, beside fla and torch"),
     "data": Verb("earlyfusion.pipeline.bench.data:data", "reading, decoding and packing, beside webdataset"),
     "engine": Verb("earlyfusion.pipeline.bench.engine:engine", "generation, beside transformers"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from earlyfusion.data.library import chunks_of_lines, library
 from earlyfusion.data.loading.order import digest64, held_out
@@ -42,7 +43,18 @@ class EasyVqaOptions(Options):
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of the question text; answers have 1."""
     question_weights: dict[str, PositiveFloat] = {}
-    """How many times as likely a question with these words is to be drawn (before others of its picture)."""
+    """Regular expressions, looked for in "question answer": how many times as likely such a question is to be
+    drawn, and earlier; where several fit their product, where none fits 1."""
+
+    @field_validator("question_weights")
+    @classmethod
+    def _compiles(cls, weights: dict[str, float]) -> dict[str, float]:
+        for pattern in weights:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +117,11 @@ class EasyVqa(Source):
         rng.shuffle(questions)
         if weights := self.options.question_weights:
             # Weighted, without putting back: the largest of u^(1/w) first (Efraimidis and Spirakis, 2006).
-            weight = {q: math.prod(w for words, w in weights.items() if words in q) for q, _ in questions}
-            questions.sort(key=lambda asked: -(rng.random() ** (1 / weight[asked[0]])))
+            weight = {
+                asked: math.prod(w for pattern, w in weights.items() if re.search(pattern, " ".join(asked)))
+                for asked in questions
+            }
+            questions.sort(key=lambda asked: -(rng.random() ** (1 / weight[asked])))
         return self._sample(entry, questions[: most or None], f"train/{entry.index}")
 
     def heldout_len(self) -> int:

@@ -1,10 +1,14 @@
 import json
+import re
+from collections import Counter
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image as PILImage
+from pydantic import ValidationError
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import held_out
@@ -41,6 +45,29 @@ def test_easy_vqa_asks_anew_every_epoch_and_only_true_questions():
         assert {q.loss for q in asked} == {0} and {a.loss for a in answered} == {1}
         seen.add(tuple(q.text for q in asked))
     assert len(seen) == 4
+
+
+def test_weighted_questions_of_easy_vqa_come_as_often_and_as_early_as_their_weights_say():
+    weights = {"^what": 6.0, "color": 0.5, r"\bnot?\b.*yes$": 2.0}
+    vqa, official = source("easy_vqa", questions_per_image=2, question_weights=weights), load_split("train")
+    asked = [[" ".join(one) for one in entry.questions] for entry in official]
+    number = next(i for i, one in enumerate(asked) if len(one) == len(set(one)) == 8)
+    fits = {one: [w for pattern, w in weights.items() if re.search(pattern, one)] for one in asked[number]}
+    worth = {one.rpartition(" ")[0]: np.prod(found) for one, found in fits.items()}
+    assert len(set(worth.values())) >= 3
+    drawn = Counter()
+    for epoch in range(4000):
+        first, _, second, _ = (part.text for part in vqa.get(number, epoch).segments[1:])
+        drawn[first, second] += 1
+    whole = sum(worth.values())
+    for (one, w), (other, v) in permutations(worth.items(), 2):
+        # Drawn in turn without putting back: w of all, then v of the rest.
+        chance = w / whole * v / (whole - w)
+        found = drawn[question_text(one), question_text(other)] / 4000
+        # Five standard deviations of a count of 4,000.
+        assert abs(found - chance) < 5 * (chance * (1 - chance) / 4000) ** 0.5
+    with pytest.raises(ValidationError, match="is no regular expression: unterminated"):
+        source("easy_vqa", question_weights={"[": 2})
 
 
 def paragraphs(sample):
