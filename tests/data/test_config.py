@@ -60,7 +60,7 @@ def test_a_wrong_source_is_one_clear_error(fields, message):
 
 def test_options_are_resolved_so_that_a_recipe_prints_whole():
     config = SourceConfig(name="v", kind="easy_vqa", options={"questions_per_image": 3})
-    assert config.options == {"questions_per_image": 3, "question_loss": 0.0}
+    assert config.options == {"questions_per_image": 3, "question_loss": 0.0, "question_weights": {}}
     assert SourceConfig.model_validate(config.model_dump(mode="json")) == config
 
 

@@ -30,7 +30,7 @@ PROBLEMS = {
     "rule": "9ca7bfb0c9a10864",
 }
 SAMPLES = {
-    "easy_vqa": "c53af80be33a6e88 e9150217e33ba2f0",
+    "easy_vqa": "c53af80be33a6e88 906992ffb1c20cf7",
     "synth_scenes": "5c88f0a5beb3b033 7b89eab6eb7fea9b",
     "synth_charts": "4aea56fb33c3ae57 52510e556254d373",
     "synth_words": "db9ff62be59ac38d b2362fc1c0bac9e2",

@@ -106,7 +106,7 @@ def test_a_recipe_is_shown_source_by_source(inspect, tmp_path):
         "scenes",
     ):
         assert text in shown
-    assert checked(tmp_path / "nano.html").count('<div class="picture">') == 8
+    assert checked(tmp_path / "nano.html").count('<div class="picture">') == 10
 
 
 # ---- the sheet
