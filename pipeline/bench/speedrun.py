@@ -84,8 +84,8 @@ def one_run(options: SpeedrunOptions, seed: int, out: Path) -> Record:
 @verb
 def speedrun(options: SpeedrunOptions) -> None:
     """Entry of `earlyfusion bench speedrun`. Raises UserError where a folder of it is there already."""
-    seeds, rows = numbers(options.seeds), {}
-    folders = {seed: options.folder / f"seed-{seed}" for seed in seeds}
+    rows: dict[str, Record] = {}
+    folders = {seed: options.folder / f"seed-{seed}" for seed in numbers(options.seeds)}
     for folder in folders.values():
         if folder.exists():
             raise UserError(f"bench speedrun: {folder} is there; move it away, or give another --folder")
@@ -101,5 +101,5 @@ def speedrun(options: SpeedrunOptions) -> None:
     for name in ("seconds", "core_seconds"):
         columns[name] = {seed: row[name] for seed, row in rows.items()}
     show(f"{options.recipe}: the last evaluation", columns)
-    for seed, row in rows.items():
-        print(f"{seed}: {'; '.join(row['missed']) or 'every target reached'}")
+    for run, row in rows.items():
+        print(f"{run}: {'; '.join(row['missed']) or 'every target reached'}")
