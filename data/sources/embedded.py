@@ -39,12 +39,12 @@ from earlyfusion.data.synth.panels import Board, Chart, Sign
 
 class EasyVqaOptions(Options):
     questions_per_image: int = Field(6, ge=0)
-    """Questions drawn for one image each epoch, in random order; 0 takes all (19 or 20 for most images)."""
+    """Questions drawn for one image each epoch, in random order; 0 takes all (2 to 21, 9.6 on average)."""
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of the question text; answers have 1."""
     question_weights: dict[str, PositiveFloat] = {}
-    """Regular expressions, looked for in "question answer": how many times as likely such a question is to be
-    drawn, and earlier; where several fit their product, where none fits 1."""
+    """Regular expressions, looked for in "question answer": how many times as likely such a question is drawn,
+    and earlier; of several that fit the product, of none 1."""
 
     @field_validator("question_weights")
     @classmethod

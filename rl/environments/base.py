@@ -196,7 +196,7 @@ class Loop:
         return await aside(method, *given)
 
     def close(self) -> None:
-        """Stop the loop; what does not end within a second is dropped."""
+        """Stop the loop; what does not end within a second is dropped, and generators within fifteen."""
 
         self.flush()
 
@@ -209,7 +209,7 @@ class Loop:
                 for one in left:
                     one.cancel()
             # What an environment keeps for its loop (a browser) ends with it.
-            await asyncio.wait_for(self._loop.shutdown_asyncgens(), 10)
+            await asyncio.wait([self._loop.create_task(self._loop.shutdown_asyncgens())], timeout=15)
 
         if self._loop.is_running():
             asyncio.run_coroutine_threadsafe(drain(), self._loop).result()

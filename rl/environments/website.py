@@ -86,13 +86,13 @@ _wanted: dict[Any, OrderedDict[Any, asyncio.Future[View]]] = {}
 _browsers: dict[Any, tuple[Renderer, AsyncIterator[None]]] = {}
 
 
-async def _closing(renderer: Renderer) -> AsyncIterator[None]:
+async def _closing(loop: Any, renderer: Renderer) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await renderer.close()
-        _browsers.pop(loop := asyncio.get_running_loop(), None)
+        del _browsers[loop]
         _wanted.pop(loop, None)
+        await renderer.close()
 
 
 async def rendered(html: str, pixels: bool) -> View:
@@ -101,6 +101,6 @@ async def rendered(html: str, pixels: bool) -> View:
     if loop not in _browsers:
         renderer = Renderer(timeout_s=20)
         # A loop closes its generators when it ends, so the browser ends with its loop.
-        _browsers[loop] = renderer, (ending := _closing(renderer))
+        _browsers[loop] = renderer, (ending := _closing(loop, renderer))
         await anext(ending)
     return await _browsers[loop][0].render(html, pixels=pixels)

@@ -30,9 +30,10 @@ log_every = 1
 
 
 def test_only_a_run_that_reaches_every_target_counts():
-    good = {"tokens": 2_700_000, "easy_vqa": 0.97, "bits_per_byte": 1.87}
+    good = {"tokens": 2_700_000, "easy_vqa": 0.97, "questions": 9_673, "bits_per_byte": 1.87}
     assert set(good) == set(TARGET) and missed(good) == []
-    for name, worse in (("tokens", 2_700_001), ("easy_vqa", 0.9699), ("bits_per_byte", 1.8701)):
+    bad = {"tokens": 2_700_001, "easy_vqa": 0.9699, "questions": 9_672, "bits_per_byte": 1.8701}
+    for name, worse in bad.items():
         (told,) = missed(good | {name: worse})
         assert told.startswith(name)
         # What was not measured was not reached, nor was what came out as no number.
@@ -55,6 +56,13 @@ def test_a_run_is_trained_measured_and_kept(tmp_path, capfd):
         told = [record for record in map(json.loads, lines) if record["event"] == "eval"]
         assert [row[name] for row in found["curve"]] == [record[name] for record in told]
     assert found["core_seconds"] > 1 and found["missed"] and "seed = 5" in (run / "recipe.toml").read_text()
-    assert "easy_vqa" in capfd.readouterr().out
-    with pytest.raises(UserError, match="is there; move it away"):
+    # A part of the test split is not the test split.
+    assert "questions 13, expected 9673 to 9673" in found["missed"] and "easy_vqa" in capfd.readouterr().out
+    # What was measured is shown again; another recipe under the same name is not taken for it.
+    speedrun(**given)
+    assert "seed 5: measured before" in capfd.readouterr().out
+    assert json.loads(out.read_text())["runs"]["seed 5"] == found
+    recipe.write_text(SMALL.replace("steps = 4", "steps = 6"))
+    with pytest.raises(UserError, match="came to its end; move it away"):
         speedrun(**given)
+    assert json.loads(out.read_text())["runs"]["seed 5"] == found
