@@ -43,8 +43,8 @@ class EasyVqaOptions(Options):
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of the question text; answers have 1."""
     question_weights: dict[str, PositiveFloat] = {}
-    """Regular expressions, looked for in "question answer": how many times as likely such a question is drawn,
-    and earlier; of several that fit the product, of none 1."""
+    """Regular expressions, looked for in "question answer": how many times as likely such a question is
+    drawn, and earlier; of several that fit the product."""
 
     @field_validator("question_weights")
     @classmethod

@@ -63,7 +63,7 @@ def missed(row: Record) -> list[str]:
     told = []
     for name, (least, most) in TARGET.items():
         value = row.get(name, float("nan"))
-        # A NaN, which is what was not measured, lies in no range.
+        # A NaN (not measured) lies in no range.
         if not least <= value <= most:
             told.append(f"{name} {value:.4g}, expected {least} to {most}")
     return told
@@ -78,26 +78,21 @@ def one_run(recipe: str, seed: int, out: Path) -> Record:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise UserError(f"bench speedrun: the run with seed {seed} ended with {done.returncode}; see above")
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rows = curve(out)
-    return {
-        "seconds": time.perf_counter() - start,
-        "core_seconds": cpu,
-        "curve": rows,
-        "missed": missed(rows[-1]),
-    }
+    # The first two: seconds of the process and of the kernel for it.
+    cpu = sum(after[:2]) - sum(before[:2])
+    told: Record = {"seconds": time.perf_counter() - start, "core_seconds": cpu, "curve": curve(out)}
+    return {**told, "missed": missed(told["curve"][-1])}
 
 
 @verb
 def speedrun(options: SpeedrunOptions) -> None:
-    """Entry of `earlyfusion bench speedrun`. Raises UserError for a folder of a run that was cut off, or of
-    another record."""
+    """Entry of `earlyfusion bench speedrun`. Raises UserError for the folder of a run that was cut off."""
     # With every key: a recipe that was edited is another one.
     config = load_config([options.recipe]).model_dump(mode="json")
     given, found = {**options.model_dump(mode="json"), "config": config}, {}
     if Path(options.out).exists():
         record = saved_record(options.out)
-        if {**record["options"], "seeds": options.seeds} == given:
+        if record["options"] | {"seeds": options.seeds} == given:
             found = record["runs"]
     rows: dict[str, Record] = {}
     for seed in numbers(options.seeds):
@@ -109,11 +104,10 @@ def speedrun(options: SpeedrunOptions) -> None:
                 f"bench speedrun: {folder} is no run of {options.out} that came to its end; move it away"
             )
         rows[name] = found.get(name) or one_run(options.recipe, seed, folder)
-        # After every seed: what is measured is not lost with what is not.
+        # After every seed: nothing measured is lost.
         save_record(options.out, given, runs=found | rows)
     shown = {}
     for run, row in rows.items():
+        print(f"{run}: {'; '.join(row['missed']) or 'every target reached'}")
         shown[run] = row["curve"][-1] | {name: row[name] for name in ("seconds", "core_seconds")}
     show(f"{options.recipe}: the last evaluation", shown)
-    for run, row in rows.items():
-        print(f"{run}: {'; '.join(row['missed']) or 'every target reached'}")

@@ -52,8 +52,10 @@ def test_weighted_questions_of_easy_vqa_come_as_often_and_as_early_as_their_weig
     vqa, official = source("easy_vqa", questions_per_image=2, question_weights=weights), load_split("train")
     asked = [[" ".join(one) for one in entry.questions] for entry in official]
     number = next(i for i, one in enumerate(asked) if len(one) == len(set(one)) == 8)
-    fits = {one: [w for pattern, w in weights.items() if re.search(pattern, one)] for one in asked[number]}
-    worth = {one.rpartition(" ")[0]: np.prod(found) for one, found in fits.items()}
+    worth = {}
+    for one in asked[number]:
+        found = [weight for pattern, weight in weights.items() if re.search(pattern, one)]
+        worth[one.rpartition(" ")[0]] = np.prod(found)
     assert len(set(worth.values())) >= 3
     drawn = Counter()
     for epoch in range(4000):

@@ -1,4 +1,4 @@
-"""`bench speedrun` reads a run's curve as the run wrote it, and lets nothing count that misses a target."""
+"""`bench speedrun` reads a curve as the run wrote it; nothing counts that misses a target."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_only_a_run_that_reaches_every_target_counts():
     for name, worse in bad.items():
         (told,) = missed(good | {name: worse})
         assert told.startswith(name)
-        # What was not measured was not reached, nor was what came out as no number.
+        # What was not measured was not reached.
         assert missed({key: value for key, value in good.items() if key != name}) != []
         assert missed(good | {name: float("nan")}) != []
 
@@ -49,7 +49,6 @@ def test_a_run_is_trained_measured_and_kept(tmp_path, capfd):
     found = json.loads(out.read_text())["runs"]["seed 5"]
     run = tmp_path / "runs" / "seed-5"
     assert found["curve"] == curve(run) and [row["step"] for row in found["curve"]] == [2, 4]
-    # 512 tokens a step, all of them full but the last documents' ends.
     assert 1800 < found["curve"][-1]["tokens"] <= 4 * 512
     for name in ("easy_vqa", "bits_per_byte"):
         lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -61,7 +60,6 @@ def test_a_run_is_trained_measured_and_kept(tmp_path, capfd):
     # What was measured is shown again; another recipe under the same name is not taken for it.
     speedrun(**given)
     assert "seed 5: measured before" in capfd.readouterr().out
-    assert json.loads(out.read_text())["runs"]["seed 5"] == found
     recipe.write_text(SMALL.replace("steps = 4", "steps = 6"))
     with pytest.raises(UserError, match="came to its end; move it away"):
         speedrun(**given)
