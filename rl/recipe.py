@@ -262,8 +262,9 @@ class RolesSection(Section):
     ("http://localhost:8000/v1"), started on the model that the run begins with (rl/fleet/served.py)."""
     weights_to: str = "weights"
     """Folder, seen by the servers, that they are given new weights in."""
-    reload: Literal["update_weights_from_disk", "reload_weights"] = "update_weights_from_disk"
-    """How they are asked to read it: that route (SGLang, earlyfusion serve), or vLLM's reload_weights."""
+    reload: Literal["update_weights_from_disk", "update_weights"] = "update_weights_from_disk"
+    """The route by which they take it: that one (SGLang, earlyfusion serve), or without a folder vLLM's
+    update_weights, over NCCL (rl/weightsync/vllm.py)."""
 
 
 class JudgeSection(Section):

@@ -5,12 +5,8 @@ out.
     roles.servers = ["http://localhost:8000/v1"]                  in the recipe
 
 Answers come whole: a part that is paused is asked for again from where it began. Weights go by a folder that
-trainer and servers see; they are asked to read it:
-
-    update_weights_from_disk  POST /update_weights_from_disk with the folder (earlyfusion serve; SGLang's)
-    reload_weights            POST /collective_rpc (vLLM in development mode): it reads its own folder again
-
-Both ways are tested with our own server alone. vLLM's weight transfer over NCCL is not spoken.
+trainer and servers see (POST /update_weights_from_disk, the route of SGLang), or to vLLM over NCCL
+(rl/weightsync/vllm.py). The first is tested with our own server, the second with one that stands for vLLM.
 
 A token's version is that of the weights when its answer was asked for: the oldest that it may be of.
 """
@@ -42,10 +38,11 @@ from earlyfusion.model.engine.requests import (
     TokenPrompt,
 )
 from earlyfusion.model.engine.scheduler import WRITTEN
-from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.model.hub.folder import load_model, public_tensors, save_model
 from earlyfusion.pipeline.parallel.shard import full
 from earlyfusion.rl.fleet.fleet import PartRefused
 from earlyfusion.rl.fleet.schedule import Room
+from earlyfusion.rl.weightsync.vllm import WeightTransfer
 
 PAGE = 16
 ASKED_S = 5.0
@@ -78,6 +75,7 @@ class Served:
         self.tokenizer = Tokenizer.load(options.start)
         self.room = Room(options.slots, options.slots * options.context, PAGE)
         self.version = 0
+        self.transfer: WeightTransfer | None = None
         self.open: dict[str, dict[int, PausedSample]] = {}
         self.arrived: SimpleQueue[Event | OSError] = SimpleQueue()
 
@@ -189,23 +187,30 @@ class Served:
     def publish(instances: Sequence[Served], weights: Mapping[str, Tensor], version: int) -> dict[int, str]:
         """See Instance. Written once for every folder, then read by every server."""
         failed = {}
-        for options in {one.options for one in instances}:
+        for options in {one.options for one in instances if one.options.reload != "update_weights"}:
             model = load_model(options.start)
             model.load_state_dict({name: full(weight) for name, weight in weights.items()})
             save_model(model, Tokenizer.load(options.start), options.weights)
         for place, one in enumerate(instances):
-            root = one.server.url.removesuffix("/v1")
-            path, body = f"{root}/update_weights_from_disk", {"model_path": str(one.options.weights)}
-            if one.options.reload == "reload_weights":
-                path, body = f"{root}/collective_rpc", {"method": "reload_weights"}
             try:
-                told = one.server.request(path, body)
-                if told.get("success") is False:
-                    raise EvalError(str(told.get("message", told)))
+                one.take(weights, version)
                 one.version = version
-            except EvalError as error:
+            except (EvalError, RuntimeError) as error:  # the second: of a group that broke
                 failed[place] = one_line(error, 200)
         return failed
+
+    def take(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Make the server take new weights. Raises EvalError."""
+        if self.options.reload == "update_weights":
+            whole = {name: full(weight) for name, weight in weights.items()}
+            device = next(iter(whole.values())).device
+            self.transfer = self.transfer or WeightTransfer(self.server, device)
+            tensors = {one.name: one.view(whole[one.ours]) for one in public_tensors(whole.items())}
+            return self.transfer.send(tensors, version)
+        route = f"{self.server.url.removesuffix('/v1')}/update_weights_from_disk"
+        told = self.server.request(route, {"model_path": str(self.options.weights)})
+        if told.get("success") is False:
+            raise EvalError(str(told.get("message", told)))
 
     def successor(self) -> Served | None:
         """See Instance: the same server, where somebody has started it again."""
