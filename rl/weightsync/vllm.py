@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -59,10 +59,9 @@ def join_nccl(world: int, device: torch.device, tell: Tell) -> Any:
     reader.wait(["0"], timedelta(seconds=JOIN_S))
     told = beside(tell, {"nccl_unique_id_b64": base64.b64encode(reader.get("0")).decode()})
     # A server that refuses never joins, and nobody would end the wait for it.
-    while not joined.done():
-        if told.done() and (error := told.exception()):
-            raise error
-        threading.Event().wait(0.01)
+    wait([joined, told], return_when=FIRST_COMPLETED)
+    if told.done():
+        told.result()
     joined.result()
     # The sum that every worker of vLLM asks for first.
     group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -74,7 +73,9 @@ class WeightTransfer:
     """Trainer's end of the transfer to one server. Raises EvalError for a server that does not take it."""
 
     def __init__(self, server: EndpointModel, device: torch.device, join: Any = join_nccl) -> None:
-        self.server, self.known = server, Record()
+        # Nothing is asked twice: a route that waits for the group has lost its part of it by then.
+        self.server = EndpointModel(server.url, server.name, tries=1)
+        self.known = Record()
         world = 1 + int(self._ask("get_world_size")["world_size"])
 
         def tell(place: Record) -> Record:

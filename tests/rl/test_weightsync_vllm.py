@@ -44,7 +44,7 @@ class Workers:
 
             def answer(self, found):
                 data = json.dumps(found or {}).encode()
-                self.send_response(400 if found is False else 200)
+                self.send_response(503 if found is False else 200)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -117,10 +117,10 @@ def test_weights_arrive_whole_and_again_after_a_failure(tmp_path, monkeypatch, d
     assert workers.asked == ["init_weight_transfer_engine", *ROUND, *ROUND]
     assert workers.versions == ["1", "2"] and workers.updates[1] == {}, "the list is sent once"
 
-    # The server refuses: told, not finished, writing goes on; whoever comes after begins anew.
+    # The server refuses: told, asked once, not finished, writing goes on; whoever comes after begins anew.
     workers.broken = True
-    assert "HTTP 400" in Served.publish([one], net.state_dict(), 3)[0] and one.version == 2
-    assert workers.asked[-1] == "resume" and workers.versions == ["1", "2"]
+    assert "HTTP 503" in Served.publish([one], net.state_dict(), 3)[0] and one.version == 2
+    assert workers.asked[-4:] == [*ROUND[:3], "resume"] and workers.versions == ["1", "2"]
     workers.broken = False
     after = one.successor()
     assert Served.publish([after], net.state_dict(), 4) == {}
