@@ -305,6 +305,7 @@ class Rewards:
         """What some function asks for."""
         self.counts: Counter[str] = Counter()
         self.workers: list[_Worker] = []
+        self._free: queue.Queue[_Worker] = queue.Queue()
         if isolation == "process":
             try:
                 # Told here and not at the first answer: a lambda cannot be imported by another process.
@@ -312,6 +313,8 @@ class Rewards:
             except Exception as error:
                 raise RewardError(f"a reward must be one that another process can import: {error}") from None
             self.workers = [_Worker(timeout_s, (pickled, span, memory_mb)) for _ in range(workers)]
+        for worker in self.workers:
+            self._free.put(worker)
 
     @property
     def whole_groups(self) -> bool:
@@ -324,6 +327,13 @@ class Rewards:
     ) -> list[Scored]:
         """The rewards of the answers, in order. sizes: of their groups, one after the other; each by itself
         if not given."""
+        return self.settled(self.judged(answers, sizes))
+
+    def judged(
+        self, answers: Sequence[Response | tuple[Problem, str]], sizes: Sequence[int] | None = None
+    ) -> list[Scored]:
+        """As a call, neither counted nor annealed; several threads may ask at once where there are
+        workers."""
         given = [one if isinstance(one, Response) else Response(*one) for one in answers]
         if sizes is None or not self.whole_groups:
             sizes = [1] * len(given)
@@ -333,7 +343,10 @@ class Rewards:
             scored = self._by_workers(groups)
         else:
             scored = [score_group(self.functions, group, self.span, self.timeout_s) for group in groups]
-        found = [one for group in scored for one in group]
+        return [one for group in scored for one in group]
+
+    def settled(self, found: list[Scored]) -> list[Scored]:
+        """What was judged as it counts now: each status counted, the share of further functions taken."""
         self.counts.update(one.status for one in found)
         return found if self.share == 1 else [*map(self._annealed, found)]
 
@@ -343,16 +356,12 @@ class Rewards:
         return replace(one, value=one.value - (1 - self.share) * rest)
 
     def _by_workers(self, groups: Sequence[Sequence[Response]]) -> list[list[Scored]]:
-        free: queue.Queue[_Worker] = queue.Queue()
-        for worker in self.workers:
-            free.put(worker)
-
         def score(group: Sequence[Response]) -> list[Scored]:
-            worker = free.get()
+            worker = self._free.get()
             try:
                 return worker.score(group)
             finally:
-                free.put(worker)
+                self._free.put(worker)
 
         # Threads only wait for the processes; `map` keeps the order of the answers.
         with ThreadPoolExecutor(len(self.workers)) as pool:

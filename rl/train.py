@@ -85,10 +85,9 @@ from earlyfusion.rl.rollouts.experience import (
     Group,
     build_rewards,
     experience,
-    rollout_metrics,
     score,
 )
-from earlyfusion.rl.rollouts.log import RolloutLog, group_records
+from earlyfusion.rl.rollouts.log import RolloutLog, group_records, rollout_metrics
 from earlyfusion.rl.rollouts.prompts import PromptPool
 
 PAGE = 16
@@ -234,8 +233,9 @@ class Reinforcement:
         # Prompts, the engine that answers them, what the answers earn, and what is learned from that.
         self.prompts = PromptPool(config, self.tokenizer, self.model.config.vision)
         self.engine = build_engine(config, self.model, self.tokenizer, self.start_folder, runtime)
-        self.collector = Collector(config, self.prompts, self.engine, runtime, bool(moe_layers(self.plain)))
         self.rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
+        experts = bool(moe_layers(self.plain))
+        self.collector = Collector(config, self.prompts, self.engine, runtime, experts, self.rewards)
         rules = token_rules(self.plain, self.tokenizer)
         self.learner = Learner(config, self.model, runtime, sorted(rules.banned_ids))
         # Each process shuffles groups of its own, so its order is its own as well.
@@ -332,9 +332,11 @@ class Reinforcement:
             record |= {f"prompts/{reason}": float(n) for reason, n in self.prompts.left_out.items()}
             record |= self.collector.tool_metrics() | {"time/score_s": score_s}
             self.latest = found
+            self.collector.spent.clear()
 
         start = time.perf_counter()
-        record |= self.learn(found)
+        with self.collector.beside():
+            record |= self.learn(found)
         return record | {"time/train_s": time.perf_counter() - start}
 
     def collect_and_score(self) -> tuple[Experience, float]:
@@ -343,7 +345,6 @@ class Reinforcement:
         config, update = self.config, self.update
         self.refresh_engine()
         degree, missing = temperature(config.temperature, update), config.rollout.prompts
-        self.collector.spent.clear()
         annealed = config.reward.anneal_updates
         self.rewards.share = max(0.0, 1 - update / annealed) if annealed else 1.0
         score_s = 0.0
@@ -483,6 +484,7 @@ class Reinforcement:
         count = max(bins, config.rollout.prompts)
         collected = self.collector.collect(0, degree, count, BUDGET_ROUND)
         found = experience(config, collected, score(self.rewards, collected), 0, {})
+        self.collector.spent.clear()
 
         # A bin whose answers lie on several processes has the mean of their budgets.
         table_P2 = torch.zeros(bins, 2, dtype=torch.float64)
@@ -499,6 +501,8 @@ class Reinforcement:
         `log.rollouts_every`."""
         config, last = self.config, self.update == self.config.total_updates
         record |= {"step_s": seconds, "samples_per_s": record.get("answers", 0.0) / seconds}
+        if config.roles.ahead:  # written beside training
+            record["tokens_per_s"] = record["tokens"] / seconds
         record["memory_gib"] = peak_memory_bytes(self.runtime.device) / 2**30
         if self.update % config.track.log_every == 0 or last:
             self.tracker.log(self.update, record)
@@ -637,7 +641,7 @@ class Reinforcement:
     def close(self) -> None:
         """Stop threads and processes, close files, give the signal handlers back."""
         self.checkpoints.close()
-        for part in (self.curated, self.rewards, self.collector, self.tracker):
+        for part in (self.curated, self.collector, self.rewards, self.tracker):
             if part is not None:
                 part.close()
         self.runtime.close()

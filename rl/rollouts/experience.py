@@ -8,15 +8,19 @@ that share is finished (K3). What is paused goes on first in the next iteration,
 trained when its K answers are complete, and every token knows the version of the weights that made it.
 Prompts with tools or environments are answered in several turns (rl/rollouts/episodes.py), in the same
 batches as the others. With `roles.ahead` nothing is paused: engines in other processes go on while there is
-training, and an iteration takes the first N prompts whose answers are complete.
+training, and an iteration takes the first N prompts whose answers are complete. Where rewards have workers
+they are asked as soon as a prompt's answers are complete, while others are still written.
 
 Legend: N answers of all groups, one after the other.
 """
 
 import math
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -97,10 +101,12 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with its K finished answers."""
+    """A prompt with its K finished answers. earned: what those that ended by themselves will have earned,
+    where workers have been asked."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    earned: Future[list[Scored]] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -110,19 +116,33 @@ class Group:
 
 class Collector:
     """Asks the engine; keeps what is unfinished between iterations (`carried`), and counts what it spent
-    since the counter was cleared: seconds, those inside the engine (engine_s), tokens."""
+    since the counter was cleared: seconds, those inside the engine (engine_s), tokens. rewards: whose workers
+    are asked meanwhile."""
 
     def __init__(
-        self, config: RLConfig, pool: PromptPool, engine: Sampler, runtime: Runtime, has_experts: bool
+        self,
+        config: RLConfig,
+        pool: PromptPool,
+        engine: Sampler,
+        runtime: Runtime,
+        has_experts: bool,
+        rewards: Rewards | None = None,
     ) -> None:
         self.config, self.pool, self.engine, self.runtime = config, pool, engine, runtime
         self.carried: list[tuple[Prompt, PausedRequest]] = []
         self.flying: dict[str, tuple[Prompt, Handle]] = {}
         self.spent: dict[str, float] = defaultdict(float)
         self.replay = config.rollout.replay_routing and has_experts
+        self.rewards, self.judges = rewards, None
+        if rewards is not None and rewards.workers:
+            self.judges = ThreadPoolExecutor(len(rewards.workers))
+        self.ready: dict[str, Group] = {}
+        self.ahead: _Batch | None = None
 
     def close(self) -> None:
         """Stop what programs and environments still run."""
+        if self.judges is not None:
+            self.judges.shutdown(cancel_futures=True)
         if self.pool.environments is not None:
             self.pool.environments.close()
         self.engine.close()
@@ -185,7 +205,7 @@ class Collector:
             self.carried = [
                 (batch.prompts[name], taken_out(self.engine, name, batch.handles[name])) for name in kept
             ]
-            self.flying = {}
+            self.flying, self.ready, self.ahead = {}, {}, None
             raise Interrupted
         self.carried = batch.paused
         done = batch.prompts
@@ -198,10 +218,30 @@ class Collector:
                 for name, prompt in batch.prompts.items()
                 if name not in done
             }
+            self.ahead = batch
 
         # Complete groups alone are trained; their answers may be of several iterations.
         self.spent["seconds"] += time.perf_counter() - start
-        return [Group(prompt, batch.answers(name)) for name, prompt in done.items()]
+        return [
+            self.ready.pop(name) if name in self.ready else Group(prompt, batch.answers(name))
+            for name, prompt in done.items()
+        ]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """With `roles.ahead`: engines are fed, and what they have written is judged, while the caller trains.
+        Raises at the end what went wrong with them."""
+        if self.ahead is None:
+            yield
+            return
+        over = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            driven = pool.submit(self.ahead.drive, over)
+            try:
+                yield
+            finally:
+                over.set()
+        driven.result()
 
     def state_dict(self) -> list[Any]:
         """The unfinished requests of this process, with their states, for the checkpoint. Those that are
@@ -235,7 +275,12 @@ class _Batch:
 
     def __init__(self, collector: Collector, temperature: float) -> None:
         config, rollout, pool = collector.config, collector.config.rollout, collector.pool
-        self.config, self.engine, self.stop = config, collector.engine, collector.runtime.stop
+        self.collector, self.config, self.engine, self.stop = (
+            collector,
+            config,
+            collector.engine,
+            collector.runtime.stop,
+        )
         self.replay, self.spent = collector.replay, collector.spent
         # One seed for all: the noise of a sample is keyed by its request's name and its index.
         self.params = SamplingParams(
@@ -285,12 +330,7 @@ class _Batch:
         ):
             if self.stop.received is not None:
                 return
-            self._submit()
-            start = time.perf_counter()
-            events = self.engine.step()
-            self.spent["engine_s"] += time.perf_counter() - start
-            for event in events:
-                self._take(event)
+            self.spent["engine_s"] += self._step()
             self._pause_over_the_cap()
         # What is left over goes on first in the next iteration.
         for name, handle in list(self.handles.items()):
@@ -298,15 +338,27 @@ class _Batch:
                 self._pause(name)
 
     def _run_ahead(self, groups: int) -> None:
+        # Whoever is complete already asks for no step; what follows them must not wait for one.
+        self._submit()
         while sum(handle.done for handle in self.handles.values()) < groups:
             if self.stop.received is not None:
                 return
-            self._submit()
-            start = time.perf_counter()
-            events = self.engine.step()
-            self.spent["engine_s"] += time.perf_counter() - start
-            for event in events:
-                self._take(event)
+            self.spent["engine_s"] += self._step()
+
+    def drive(self, over: threading.Event) -> None:
+        """Run the engine until everything is complete, or `over`."""
+        while not over.is_set() and (self.queue or not all(handle.done for handle in self.handles.values())):
+            self._step()
+
+    def _step(self) -> float:
+        """One step of the engine, and what it says; its seconds."""
+        self._submit()
+        start = time.perf_counter()
+        events = self.engine.step()
+        seconds = time.perf_counter() - start
+        for event in events:
+            self._take(event)
+        return seconds
 
     def answers(self, name: str) -> list[Trajectory]:
         """The finished answers of a request."""
@@ -362,9 +414,21 @@ class _Batch:
         self.spent["tokens"] += len(new)
         if done is not None:
             self.finished += self.tools is None or self.tools.take(done, event.left)
+            self._ask_workers(event.request_id)
         # The penalty comes with the reward; ending it here only saves its remaining tokens.
         elif repeat is not None and len(ids) % CHECK_EVERY == 0 and repeat_period(repeat, ids) is not None:
             self.engine.end_sample(*key)
+
+    def _ask_workers(self, name: str) -> None:
+        """What the answers to a prompt earn, once they are complete; conversations go on after an answer."""
+        judges, rewards = self.collector.judges, self.collector.rewards
+        ready, handle = self.collector.ready, self.handles.get(name)
+        if judges is None or rewards is None or handle is None or name in ready or not handle.done:
+            return
+        prompt = self.prompts[name]
+        if self.config.tasks[prompt.entry].place is None:
+            group = Group(prompt, self.answers(name))
+            ready[name] = replace(group, earned=judges.submit(judged, rewards, group))
 
     def _pause_over_the_cap(self) -> None:
         """Pause requests whose unfinished answers have all written rollout.token_cap tokens in this
@@ -455,10 +519,8 @@ def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> R
     )
 
 
-def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
-    """The reward's judgement of every answer, in order. One that did not end by itself is not judged: it
-    earns the lowest of the declared range, or of its group where that is lower, so that it is never better
-    than a wrong answer."""
+def judged(rewards: Rewards, *groups: Group) -> list[Scored]:
+    """The reward's judgement of every answer that ended by itself, in order, neither counted nor annealed."""
     # In one call: a reward with workers is asked for all answers at once.
     answers: list[Response] = []
     sizes = []
@@ -470,10 +532,20 @@ def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
         for t in ended:
             talk = (*before, *t.messages) if before else ()
             answers.append(Response(group.problem, t.answer, talk, tuple(t.ids), t.paid, t.counts))
-    judged = iter(rewards(answers, sizes))
+    return rewards.judged(answers, sizes)
+
+
+def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
+    """What every answer earns, in order. One that did not end by itself is not judged: it earns the lowest
+    of the declared range, or of its group where that is lower, so that it is never better than a wrong
+    answer."""
+    rest = iter(judged(rewards, *(group for group in groups if group.earned is None)))
     scored: list[Scored] = []
     for group in groups:
-        own = [next(judged) if trajectory.ended else None for trajectory in group.trajectories]
+        ended = [trajectory.ended for trajectory in group.trajectories]
+        found = group.earned.result() if group.earned else [next(rest) for _ in range(sum(ended))]
+        settled = iter(rewards.settled(found))
+        own = [next(settled) if one else None for one in ended]
         low = min([rewards.span.low, *(one.value for one in own if one is not None)])
         scored += [Scored(low) if one is None else one for one in own]
     return scored
@@ -538,69 +610,3 @@ def experience(
         ~filtered_N,
         informative(rewards_N, groups_N),
     )
-
-
-def parts_of(scored: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
-    """What each of several reward functions gave, summed over the answers."""
-    if len(names) < 2:
-        return {}
-    return {f"reward_of/{name}": sum(one.parts.get(name, 0.0) for one in scored) for name in names}
-
-
-def rollout_metrics(
-    config: RLConfig,
-    runtime: Runtime,
-    update: int,
-    collector: Collector,
-    found: Experience,
-    counts: Mapping[str, float],
-    rewards: Sequence[str] = (),
-) -> dict[str, float]:
-    """Numbers of an iteration's rollouts, over all processes; every process calls it. counts: more that are
-    summed, and told where they are not 0. rewards: names of the functions, whose means are told where there
-    are several."""
-    # By entry of the recipe: scores, rewards, answers that a limit cut off, answers.
-    parts = (found.scores_N, found.rewards_N, found.cut_N, torch.ones_like(found.scores_N))
-    table_E4 = torch.zeros(len(config.tasks), 4, dtype=torch.float64)
-    table_E4.index_add_(0, found.entries_N, torch.stack([part.double() for part in parts], dim=1))
-    table_E4 = runtime.sum(table_E4)
-    completions = [answer.completion for answer in found.answers]
-    lengths, spent = found.lengths_N.tolist(), collector.spent
-    sums = runtime.sum_dict(
-        {
-            "length": sum(lengths),
-            "informative": float(found.informative_N.sum()),
-            "staleness": sum(update - version for done in completions for version in done.versions),
-            "surprise": -sum(logp for done in completions for logp in done.logprobs),
-            "tokens": spent["tokens"],
-            "carried": len(collector.carried),
-            **parts_of(found.scored, rewards),
-            "engine_s": spent["engine_s"],
-            "seconds": spent["seconds"],
-            **counts,
-        }
-    )
-
-    record: dict[str, float] = {"answers": float(table_E4[:, 3].sum())}
-    answers, written = max(1.0, record["answers"]), max(1.0, sums["length"])
-    for column, name in enumerate(("score", "reward", "cut")):
-        record[name] = float(table_E4[:, column].sum()) / answers
-        for entry, row in zip(config.tasks, table_E4.tolist()):
-            if row[3]:
-                record[f"{name}/{entry.label}"] = row[column] / row[3]
-    record |= {name: sums[name] for name in counts if sums[name]}
-    record |= {name: sums[name] / answers for name in sums if name.startswith("reward_of/")}
-    return record | {
-        "length": sums["length"] / answers,
-        "length_max": float(runtime.max(max(lengths, default=0.0))),
-        "informative": sums["informative"] / answers,
-        "staleness": sums["staleness"] / written,
-        # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of
-        # it.
-        "entropy": sums["surprise"] / written,
-        "carried": sums["carried"],
-        "tokens": sums["tokens"],
-        "time/rollout_s": spent["seconds"],
-        "engine_idle": 1 - sums["engine_s"] / max(sums["seconds"], 1e-9),
-        "tokens_per_s": sums["tokens"] / max(spent["seconds"], 1e-9),
-    }

@@ -9,22 +9,26 @@ it.
 `image` is relative to OUT, named by what it shows and written once; null for a prompt in words alone. Nothing
 of a record depends on the clock, and a resume from update u drops what came after u, so that the folder of a
 resumed run equals that of one that was never interrupted.
+
+`rollout_metrics` has the numbers of an iteration, for metrics.jsonl.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Text
 from earlyfusion.data.synth.panels import render_text
+from earlyfusion.eval.rewards import Scored
 from earlyfusion.kernels.files import Record, plain, read_jsonl, replacing, write_atomic
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rollouts.experience import Experience
+from earlyfusion.rl.rollouts.experience import Collector, Experience
 from earlyfusion.rl.rollouts.prompts import prompt_segments
 
 FILE, FOLDER = "rollouts.jsonl", "rollouts"
@@ -156,3 +160,69 @@ class RolloutLog:
                 picture.save(temporary, "PNG")
             self._pictures.add(name)
         return name
+
+
+def parts_of(scored: Sequence[Scored], names: Sequence[str]) -> dict[str, float]:
+    """What each of several reward functions gave, summed over the answers."""
+    if len(names) < 2:
+        return {}
+    return {f"reward_of/{name}": sum(one.parts.get(name, 0.0) for one in scored) for name in names}
+
+
+def rollout_metrics(
+    config: RLConfig,
+    runtime: Runtime,
+    update: int,
+    collector: Collector,
+    found: Experience,
+    counts: Mapping[str, float],
+    rewards: Sequence[str] = (),
+) -> dict[str, float]:
+    """Numbers of an iteration's rollouts, over all processes; every process calls it. counts: more that are
+    summed, and told where they are not 0. rewards: names of the functions, whose means are told where there
+    are several."""
+    # By entry of the recipe: scores, rewards, answers that a limit cut off, answers.
+    parts = (found.scores_N, found.rewards_N, found.cut_N, torch.ones_like(found.scores_N))
+    table_E4 = torch.zeros(len(config.tasks), 4, dtype=torch.float64)
+    table_E4.index_add_(0, found.entries_N, torch.stack([part.double() for part in parts], dim=1))
+    table_E4 = runtime.sum(table_E4)
+    completions = [answer.completion for answer in found.answers]
+    lengths, spent = found.lengths_N.tolist(), collector.spent
+    sums = runtime.sum_dict(
+        {
+            "length": sum(lengths),
+            "informative": float(found.informative_N.sum()),
+            "staleness": sum(update - version for done in completions for version in done.versions),
+            "surprise": -sum(logp for done in completions for logp in done.logprobs),
+            "tokens": spent["tokens"],
+            "carried": len(collector.carried),
+            **parts_of(found.scored, rewards),
+            "engine_s": spent["engine_s"],
+            "seconds": spent["seconds"],
+            **counts,
+        }
+    )
+
+    record: dict[str, float] = {"answers": float(table_E4[:, 3].sum())}
+    answers, written = max(1.0, record["answers"]), max(1.0, sums["length"])
+    for column, name in enumerate(("score", "reward", "cut")):
+        record[name] = float(table_E4[:, column].sum()) / answers
+        for entry, row in zip(config.tasks, table_E4.tolist()):
+            if row[3]:
+                record[f"{name}/{entry.label}"] = row[column] / row[3]
+    record |= {name: sums[name] for name in counts if sums[name]}
+    record |= {name: sums[name] / answers for name in sums if name.startswith("reward_of/")}
+    return record | {
+        "length": sums["length"] / answers,
+        "length_max": float(runtime.max(max(lengths, default=0.0))),
+        "informative": sums["informative"] / answers,
+        "staleness": sums["staleness"] / written,
+        # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of
+        # it.
+        "entropy": sums["surprise"] / written,
+        "carried": sums["carried"],
+        "tokens": sums["tokens"],
+        "time/rollout_s": spent["seconds"],
+        "engine_idle": 1 - sums["engine_s"] / max(sums["seconds"], 1e-9),
+        "tokens_per_s": sums["tokens"] / max(spent["seconds"], 1e-9),
+    }
