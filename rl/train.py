@@ -501,8 +501,9 @@ class Reinforcement:
         `log.rollouts_every`."""
         config, last = self.config, self.update == self.config.total_updates
         record |= {"step_s": seconds, "samples_per_s": record.get("answers", 0.0) / seconds}
-        if config.roles.ahead:  # written beside training
-            record["tokens_per_s"] = record["tokens"] / seconds
+        # What engines wrote beside training is not of the seconds in which answers were waited for.
+        if config.roles.ahead:
+            record["tokens_per_s"] = record.get("tokens", 0.0) / seconds
         record["memory_gib"] = peak_memory_bytes(self.runtime.device) / 2**30
         if self.update % config.track.log_every == 0 or last:
             self.tracker.log(self.update, record)

@@ -275,12 +275,8 @@ class _Batch:
 
     def __init__(self, collector: Collector, temperature: float) -> None:
         config, rollout, pool = collector.config, collector.config.rollout, collector.pool
-        self.collector, self.config, self.engine, self.stop = (
-            collector,
-            config,
-            collector.engine,
-            collector.runtime.stop,
-        )
+        self.collector, self.config = collector, config
+        self.engine, self.stop = collector.engine, collector.runtime.stop
         self.replay, self.spent = collector.replay, collector.spent
         # One seed for all: the noise of a sample is keyed by its request's name and its index.
         self.params = SamplingParams(

@@ -9,10 +9,11 @@ import pytest
 from rl_cases import model_directory, run, training
 from tiny_run import assert_same, numbers
 
+from earlyfusion.eval.rewards import Rewards
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rollouts.experience import build_rewards, score
+from earlyfusion.rl.rollouts.experience import score
 
-here = pytest.mark.usefixtures("rewards_called_here")
+inline = pytest.mark.usefixtures("rewards_called_here")
 STEADY = {"temperature": {"start": 1.0, "end": 1.0}, "eval": {"problems": 0}}
 
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
     return model_directory(tmp_path_factory.mktemp("start"))
 
 
-@here
+@inline
 @pytest.mark.slow
 def test_a_run_that_waits_for_its_engines_is_that_of_one_process(folder, tmp_path):
     assert run(folder, tmp_path / "one", **STEADY) == 0
@@ -30,7 +31,7 @@ def test_a_run_that_waits_for_its_engines_is_that_of_one_process(folder, tmp_pat
     assert_same(tmp_path / "one", tmp_path / "three")
 
 
-@here
+@inline
 @pytest.mark.slow
 def test_engines_that_go_on_meanwhile_lose_nothing_and_a_stopped_run_goes_on(folder, tmp_path):
     """Two iterations ahead: every prompt that is drawn is trained once or still under way, its tokens tell
@@ -72,7 +73,6 @@ def test_engines_that_go_on_meanwhile_lose_nothing_and_a_stopped_run_goes_on(fol
         made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("roles", [{}, {"engines": 1, "ahead": 1}])
 def test_workers_are_asked_while_others_are_written_and_nothing_is_lost_or_counted_twice(
     folder, tmp_path, roles
@@ -80,6 +80,7 @@ def test_workers_are_asked_while_others_are_written_and_nothing_is_lost_or_count
     changes = {"name": ["task", "earlyfusion.rl.bench:late"], "weights": [1.0, 0.5], "anneal_updates": 4}
     made = training(folder, tmp_path / "run", roles=roles, reward=changes, **STEADY)
     number, ahead = made.config.rollout.prompts, roles.get("ahead", 0)
+    here = Rewards(made.rewards.functions, span=made.rewards.span)
     judged, seen = 0, Counter()
     for update in range(3):
         made.update = update
@@ -90,10 +91,8 @@ def test_workers_are_asked_while_others_are_written_and_nothing_is_lost_or_count
         seen.update(str(group.prompt.ids) for group in groups)
 
         # As if they had been judged here, now, at today's share.
-        fresh = build_rewards(made.config.reward, made.prompts.tasks, 0)
-        fresh.share = made.rewards.share = 1 - update / 4
-        with fresh:
-            alone = score(fresh, [replace(group, earned=None) for group in groups])
+        here.share = made.rewards.share = 1 - update / 4
+        alone = score(here, [replace(group, earned=None) for group in groups])
         assert score(made.rewards, groups) == alone
         judged += sum(answer.ended for group in groups for answer in group.trajectories)
         assert made.rewards.counts == {"ok": judged}
