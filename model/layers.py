@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.moe.naive import Situ, activate
 from earlyfusion.kernels.products import linear, without_autocast
+from earlyfusion.kernels.rowwise import swiglu
 from earlyfusion.model.config import ModelConfig
 
 
@@ -125,7 +126,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         # Two matrices and not one joined: the names and shapes of public checkpoints.
-        return self.down_proj(activate(self.gate_proj(x_TD), self.up_proj(x_TD), self.situ))
+        gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
+        return self.down_proj(swiglu(gate, up) if self.situ is None else activate(gate, up, self.situ))
 
 
 class Fp32State(nn.Module):

@@ -21,7 +21,7 @@ from earlyfusion.eval.website.browser import find_browser
 from earlyfusion.kernels.cpu.program import status
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.products import quick
+from earlyfusion.kernels.products import halves_pay, quick
 from earlyfusion.pipeline.bench.case import Setting, errors
 from earlyfusion.pipeline.bench.cases import CASES
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
@@ -82,6 +82,8 @@ def facts() -> dict[str, str]:
     found["float32 products on the cpu"] = "torch's own choice"
     if quick():
         found["float32 products on the cpu"] = "oneDNN (EF_ONEDNN=0: torch's own choice)"
+    pay = "quicker: train.cpu_products" if halves_pay() else "not quicker"
+    found["bfloat16 products on the cpu"] = pay
     # Building its C++ may fail for reasons that nothing else shows.
     found["engine on the cpu"] = status()
     try:

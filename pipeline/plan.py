@@ -18,6 +18,7 @@ from rich.table import Table
 from earlyfusion.data.tables import print_table, terminal
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import Record
+from earlyfusion.kernels.products import HALVED
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -214,7 +215,7 @@ def banner(training: Any) -> str:
     adapters = f", {scaled(learned)} trained" if adapted(model) else ""
     return (
         f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active{adapters}),"
-        f" {runtime.device} {runtime.world} x {workers}{spread}"
+        f" {runtime.device} {runtime.world} x {workers}{spread}{f', {HALVED}' if training.halved else ''}"
         f"\n{training.total - training.step:,} steps{begun},"
         f" {scaled(tokens)} tokens, expected time {time}, to {config.run.directory}"
     )

@@ -30,6 +30,7 @@ from torch import Tensor
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.protocol import Interrupted
 from earlyfusion.kernels.files import Record
+from earlyfusion.kernels.products import HALVED, halved_products, halves_pay
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, cli, evaluate, state
 from earlyfusion.pipeline.adapter import attach, check_plan
@@ -55,6 +56,9 @@ class Pretraining:
         # Processes, seeds, and the tokenizer, which decides the size of the vocabulary.
         train = config.train
         self.runtime = runtime = Runtime(train.mixed_precision, train.threads, config.parallel)
+        # One decision for all ranks: their gradients are averaged.
+        wanted = halves_pay() if train.cpu_products == "auto" else train.cpu_products == "bfloat16"
+        self.halved = runtime.device.type == "cpu" and bool(runtime.agree(int(wanted)))
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
         self.config = config = self.fit_vocabulary(config)
@@ -142,7 +146,8 @@ class Pretraining:
             self.model.train()
             batches, routes = self.exchange.spread(batches, stage.max_patches)
             encoder = self.exchange.encode(self.fusion, batches, stage.max_patches)
-            loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes, encoder)
+            with halved_products(self.halved):
+                loss = forward_backward(runtime, self.model, batches, self.loss_meter, routes, encoder)
 
             # Clip, let the guard look at it, step or forget.
             step = update(
@@ -296,6 +301,8 @@ class Pretraining:
         """What rank 0 writes at the end."""
         shares = loader.stats()["shares"]
         facts = build.run_facts(self.config, self.step, self.meter.seconds, self.runtime)
+        if self.halved:
+            facts["precision"] = HALVED
         facts["tokens"] = int(self.meter.totals["tokens"])
         facts["sources"] = evaluate.source_facts(self.config, shares)
         facts["length"] = max(stage.length for stage in self.config.stages)

@@ -139,6 +139,16 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
     return index.reshape(h * w, -1), weight.reshape(h * w, -1).astype(np.float32)
 
 
+@lru_cache(maxsize=1024)
+def _places(t: int, h: int, w: int, merge_kernel: tuple[int, int]) -> np.ndarray:
+    """[5, P] of every patch of an item: where it comes from, row and column, which of h * w positions, time
+    (0: a single image)."""
+    merged, size = merge_order(h, w, merge_kernel), h * w
+    frame, place = np.repeat(np.arange(t), size), np.tile(merged, t)
+    position = np.tile(np.arange(size), t)
+    return np.stack([frame * size + place, place // w, place % w, position, frame + (t > 1)])
+
+
 @lru_cache(maxsize=64)
 def _axial_turns(sides: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Unit complex numbers [sides, head_dim / 4], angles in float64: coordinate n turns pair i of its axis by
@@ -245,8 +255,9 @@ class VisionGrid:
         indices, tap_weights, first_row = [], [], {}
         known = first_patch = first_token = 0
         for (t, h, w), tokens in zip(self.grids, self.tokens):
-            merged, size = merge_order(h, w, cfg.merge_kernel_size), h * w
+            size = h * w
             if (h, w) not in first_row:  # a size is resampled once, whatever images share it
+                merged = merge_order(h, w, cfg.merge_kernel_size)
                 index, weight = resample_taps(
                     h, w, cfg.pos_emb_height, cfg.pos_emb_width, cfg.pos_emb_interpolation
                 )
@@ -255,17 +266,14 @@ class VisionGrid:
                 first_row[h, w] = known
                 known += size
 
-            # Of every patch: where it comes from, row and column, its resampled position, its time.
-            frame, place = np.repeat(np.arange(t), size), np.tile(merged, t)
-            position = first_row[h, w] + np.tile(np.arange(size), t)
-            order = first_patch + frame * size + place
-            parts.append(np.stack([order, place // w, place % w, position, frame + (t > 1)]))
-
+            places_P = _places(t, h, w, cfg.merge_kernel_size)
+            parts.append(places_P + np.array([[first_patch], [0], [0], [first_row[h, w]], [0]]))
             # Of every token: its frames. Past its last one an item rereads its first, with weight zero.
-            turn = np.arange(longest)[:, None]
-            frames.append(first_token + np.where(turn < t, turn, 0) * tokens + np.arange(tokens))
-            share = np.where(turn < t, 1.0 / t, 0.0).astype(np.float32)
-            weights.append(np.broadcast_to(share, (longest, tokens)))
+            if longest > 1:
+                turn = np.arange(longest)[:, None]
+                frames.append(first_token + np.where(turn < t, turn, 0) * tokens + np.arange(tokens))
+                share = np.where(turn < t, 1.0 / t, 0.0).astype(np.float32)
+                weights.append(np.broadcast_to(share, (longest, tokens)))
             first_patch, first_token = first_patch + t * size, first_token + t * tokens
         # Sizes with fewer taps are filled up by taps of weight zero.
         taps = max((index.shape[1] for index in indices), default=1)

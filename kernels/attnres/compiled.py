@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.cpu.program import AT, INT, REAL, call, fields, library
-
-ROWS = 256
-"""Rows whose contributions to a query's gradient are summed together, as in residual.cpp."""
+from earlyfusion.kernels.cpu.program import AT, INT, REAL, call, fields
+from earlyfusion.kernels.rowwise import starts, sums
 
 
 class Residual(ctypes.Structure):
@@ -33,19 +31,6 @@ class Merging(ctypes.Structure):
     ]
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Whether these are what the C++ takes, and it is there."""
-    return all(x.is_cpu and x.dtype == torch.float32 for x in tensors) and library() is not None
-
-
-def _starts(rows: int) -> list[int]:
-    return [*range(0, rows, ROWS), rows]
-
-
-def _sums(rows: int, *shape: int) -> Tensor:
-    return torch.zeros(-(-rows // ROWS), *shape, dtype=torch.float32)
-
-
 class Phase1(torch.autograd.Function):
     """(qw_SD, eps, n sources) to S mixtures and S log-sum-exps."""
 
@@ -57,7 +42,7 @@ class Phase1(torch.autograd.Function):
         o = [qw.new_empty(rows, width) for _ in qw]
         lse = [qw.new_empty(rows) for _ in qw]
         made = Residual(len(v), len(qw), width, eps)
-        call("residual_mix", made, _starts(rows), v=v, qw=qw, o=o, lse=lse)
+        call("residual_mix", made, starts(rows), v=v, qw=qw, o=o, lse=lse)
         ctx.save_for_backward(qw_SD, *sources)
         ctx.eps = eps
         return *o, *lse
@@ -68,10 +53,10 @@ class Phase1(torch.autograd.Function):
         qw, *v = (tensor.contiguous() for tensor in ctx.saved_tensors)
         (rows, width), queries = v[0].shape, len(qw)
         dense = [gradient.contiguous() for gradient in gradients]
-        dv, dqw = [torch.empty_like(source) for source in v], _sums(rows, queries, width)
+        dv, dqw = [torch.empty_like(source) for source in v], sums(rows, queries, width)
         made = Residual(len(v), queries, width, ctx.eps)
         about = {"d_o": dense[:queries], "d_lse": dense[queries:]}
-        call("residual_mix", made, _starts(rows), v=v, qw=qw, dv=dv, dqw=dqw, **about)
+        call("residual_mix", made, starts(rows), v=v, qw=qw, dv=dv, dqw=dqw, **about)
         return dqw.sum(0), None, *dv
 
 
@@ -84,7 +69,7 @@ class Merge(torch.autograd.Function):
         rows, width = partial_TD.shape
         h_TD = partial_TD.new_empty(rows, width)
         named = dict(zip(("o1", "lse", "partial", "qw"), given))
-        call("residual_merge", Merging(width, eps), _starts(rows), **named, h=h_TD)
+        call("residual_merge", Merging(width, eps), starts(rows), **named, h=h_TD)
         ctx.save_for_backward(*given)
         ctx.eps = eps
         return h_TD
@@ -97,7 +82,7 @@ class Merge(torch.autograd.Function):
         rows, width = dh_TD.shape
         made = {"d_o1": named["o1"], "d_lse": named["lse"], "dpartial": named["partial"]}
         made = {name: torch.empty_like(like) for name, like in made.items()}
-        dqw = _sums(rows, width)
+        dqw = sums(rows, width)
         given = named | made | {"dh": dh_TD.contiguous(), "dqw": dqw}
-        call("residual_merge", Merging(width, ctx.eps), _starts(rows), **given)
+        call("residual_merge", Merging(width, ctx.eps), starts(rows), **given)
         return *made.values(), dqw.sum(0), None

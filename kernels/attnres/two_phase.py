@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.attnres import compiled, naive
 from earlyfusion.kernels.products import accumulate_dtype, without_autocast
+from earlyfusion.kernels.rowwise import serves
 from earlyfusion.kernels.segments import check_sources
 
 Rows = tuple[Tensor, ...]
@@ -164,7 +165,7 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Rows, 
         ValueError: no sources, or shapes differ.
     """
     check_sources(sources, qw_SD.shape[-1])
-    if compiled.serves(qw_SD, *sources):
+    if serves(qw_SD, *sources):
         made = compiled.Phase1.apply(qw_SD, eps, *sources)
         return made[: len(qw_SD)], made[len(qw_SD) :], tuple(sources)
     o_STD, lse_ST = _Phase1.apply(qw_SD, eps, *sources)
@@ -176,7 +177,7 @@ def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: 
     ``partial_TD``."""
     # (The C++ takes sizes as they are told.)
     fits = o1_TD.shape == partial_TD.shape == (len(lse1_T), len(qw_D))
-    served = fits and compiled.serves(o1_TD, lse1_T, partial_TD, qw_D)
+    served = fits and serves(o1_TD, lse1_T, partial_TD, qw_D)
     return (compiled.Merge if served else _Merge).apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
 
 

@@ -43,7 +43,7 @@ from earlyfusion.kernels.files import replacing, write_atomic
 from earlyfusion.kernels.segments import check_shapes, check_tensors
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("decode.cpp", "recurrent.cpp", "residual.cpp", "sample.cpp")
+SOURCES = ("decode.cpp", "recurrent.cpp", "residual.cpp", "rowwise.cpp", "sample.cpp")
 HEADERS = ("vector.h", "rows.h", "kda.h", "mla.h", "feed.h")
 # No fast-math: a NaN must stay a NaN.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -219,6 +219,8 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "convolution": (AT, INT, INT, INT),
         "residual_mix": (AT, INT, INT),
         "residual_merge": (AT, INT, INT),
+        "norm_rows": (AT, INT, INT),
+        "swiglu_rows": (AT, INT, INT),
         "product": (INT, AT, INT, AT, AT, INT, INT),
         "apply": (INT, INT, AT, AT),
     }
@@ -232,6 +234,26 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
+Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+IMPORTED_BY = os.getpid()
+"""A forked process has none of its parent's threads, which OpenMP does not notice."""
+
+
+@cache
+def _team() -> Any:
+    """torch's own OpenMP threads, `GOMP_parallel(part, data, threads, flags)`; None where it has none.
+
+    Between torch's operations they spin, waiting for the next one. Threads beside them would get half a core
+    each: with two threads KDA took as long as with one.
+    """
+    try:
+        team = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    team.argtypes, team.restype = (Part, AT, ctypes.c_uint, ctypes.c_uint), None
+    return team
+
+
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     """Of this process: a forked one has none of its parent's threads."""
@@ -242,12 +264,26 @@ def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int],
     """function(*arguments, first, end) over all rows, by so many threads. starts: first row of every
     sequence, and the number of rows; a sequence is not torn apart."""
     shares = share_out(starts, threads)
-    # The first share is this thread's own.
-    pool = _pool(len(shares) - 1, os.getpid()) if len(shares) > 1 else None
-    others = [pool.submit(function, *arguments, *share) for share in shares[1:]] if pool is not None else []
-    function(*arguments, *shares[0])
-    for other in others:
-        other.result()
+    left, failed = iter(shares), []
+
+    def work(_: Any = None) -> None:
+        # Whoever is free takes the next one: a team may be smaller than was asked for.
+        try:
+            for share in left:
+                function(*arguments, *share)
+        except BaseException as error:  # an interrupt; OpenMP would drop it
+            failed.append(error)
+
+    team = _team() if len(shares) > 1 and os.getpid() == IMPORTED_BY else None
+    if team is not None:
+        team(Part(work), None, len(shares), 0)
+    else:
+        others = [_pool(len(shares) - 1, os.getpid()).submit(work) for _ in shares[1:]]
+        work()
+        for other in others:
+            other.result()
+    if failed:
+        raise failed[0]
 
 
 def call(function: str, made: ctypes.Structure, starts: Sequence[int], *more: int, **tensors: Any) -> None:

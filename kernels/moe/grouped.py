@@ -34,10 +34,13 @@ from earlyfusion.kernels.moe.naive import Situ, activate
 from earlyfusion.kernels.products import (
     accumulate_dtype,
     compute_dtype,
+    in_steps,
+    operand,
     product,
     product_over_rows,
     without_autocast,
 )
+from earlyfusion.kernels.rowwise import serves, swiglu_rows, swiglu_rows_back
 from earlyfusion.kernels.segments import check_experts
 
 # Coarse enough that a training run meets all shapes in its first steps.
@@ -76,8 +79,10 @@ class _Groups:
     weight 0.
     """
 
-    def __init__(self, ids_R: Tensor, experts: int, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
-        device = ids_R.device
+    def __init__(
+        self, ids_R: Tensor, experts: int, dtype: torch.dtype, widths: tuple[int, ...], operands: torch.dtype
+    ) -> None:
+        device, self.dtype = ids_R.device, dtype
         self.fused = (
             device.type == "cuda"
             and hasattr(F, "grouped_mm")
@@ -86,7 +91,7 @@ class _Groups:
         )
         self.pair_P, self.slot_R, counts_E = sort_by_expert(ids_R, experts)
         self.real_P: Tensor | None = None
-        multiple = _row_multiple(ids_R.shape[0], experts, dtype, device)
+        multiple = _row_multiple(ids_R.shape[0], experts, operands, device)
         if multiple > 1:
             # Filling rows repeat pair 0 with weight 0: they cost a product's rows and change nothing.
             filled_E = (counts_E + multiple - 1) // multiple * multiple
@@ -119,11 +124,14 @@ class _Groups:
         """[P, B]: every row times the transposed [B, A] weight of its expert."""
         if self.fused:
             return F.grouped_mm(rows_PA.contiguous(), weight_EBA.transpose(1, 2), offs=self.ends_E)
-        # Every row belongs to exactly one expert, so every row is written.
+        # Every row belongs to exactly one expert, so every row is written. What is rounded for the products
+        # (products.py) is rounded once for all experts.
+        multiply = product if rows_PA.dtype == self.dtype else in_steps
+        weight_EBA = weight_EBA.to(rows_PA.dtype)
         out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_EBA.shape[1])
         for expert, rows in self.slices:
-            product(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
-        return out_PB
+            multiply(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
+        return out_PB.to(self.dtype)
 
     def rows_by_rows(self, left_PB: Tensor, right_PA: Tensor) -> Tensor:
         """[E, B, A]: left^T right over the rows of every expert; zeros for an expert without rows."""
@@ -132,7 +140,8 @@ class _Groups:
             # The grouped product leaves an expert without rows as it found the memory.
             starts_E = F.pad(self.ends_E[:-1], (1, 0))
             return sums_EBA.masked_fill((starts_E == self.ends_E)[:, None, None], 0)
-        out_EBA = left_PB.new_zeros(self.ends_E.shape[0], left_PB.shape[1], right_PA.shape[1])
+        shape = self.ends_E.shape[0], left_PB.shape[1], right_PA.shape[1]
+        out_EBA, right_PA = left_PB.new_zeros(shape, dtype=self.dtype), right_PA.to(left_PB.dtype)
         for expert, rows in self.slices:
             product_over_rows(left_PB[rows], right_PA[rows], out=out_EBA[expert])
         return out_EBA
@@ -151,17 +160,22 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         choices = ids_TJ.shape[1]
         experts, hidden, width = down_EDF.shape
-        dtype = compute_dtype(x_TD, gate_up_ECD, down_EDF)
+        dtype, ctx.given = compute_dtype(x_TD, gate_up_ECD, down_EDF), x_TD.dtype
         wide = accumulate_dtype(dtype)
         with without_autocast(x_TD):
-            groups = _Groups(ids_TJ.flatten(), experts, dtype, (hidden, width))
-            h_PC = groups.rows_by_weight(
-                x_TD.to(dtype).index_select(0, groups.pair_P // choices), gate_up_ECD.to(dtype)
-            )
+            # Rounded, if at all, before it is gathered: half of the bytes.
+            x_TD = operand(x_TD.to(dtype), ids_TJ.numel() * width * hidden // experts)
+            groups = _Groups(ids_TJ.flatten(), experts, dtype, (hidden, width), x_TD.dtype)
+            x_PD = x_TD.index_select(0, groups.pair_P // choices)
+            h_PC = groups.rows_by_weight(x_PD, gate_up_ECD.to(dtype))
             gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
             # The router weight on the F-wide activation: the product after it is linear.
-            act_PF = activate(gate_PF, up_PF, situ).mul_(groups.weights(weights_TJ, wide))
-            y_PD = groups.rows_by_weight(act_PF.to(dtype), down_EDF.to(dtype))
+            weight_P1 = groups.weights(weights_TJ, wide)
+            if situ is None and serves(gate_PF):
+                act_PF = swiglu_rows(gate_PF, up_PF, weight_P1)
+            else:
+                act_PF = activate(gate_PF, up_PF, situ).mul_(weight_P1)
+            y_PD = groups.rows_by_weight(act_PF.to(x_TD.dtype), down_EDF.to(dtype))
             y_TD = _sum_choices(y_PD, groups.slot_R, choices, wide)
         ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_PC)
         ctx.groups, ctx.dtypes, ctx.situ = groups, (dtype, wide), situ
@@ -174,26 +188,18 @@ class _Experts(torch.autograd.Function):
         groups, choices, (dtype, wide) = ctx.groups, weights_TJ.shape[1], ctx.dtypes
         token_P = groups.pair_P // choices
         with without_autocast(x_TD):
-            dy_PD = dy_TD.to(dtype).index_select(0, token_P)
+            dy_PD = dy_TD.to(x_TD.dtype).index_select(0, token_P)
             weight_P1 = groups.weights(weights_TJ, wide)
             gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
-            silu_PF = F.silu(gate_PF) if ctx.situ is None else None
-            act_PF = activate(gate_PF, up_PF, ctx.situ) if silu_PF is None else silu_PF * up_PF
             dact_PF = groups.rows_by_weight(dy_PD, down_EDF.to(dtype).transpose(1, 2)).to(wide)
-            # Before the weight is multiplied in.
-            dweights_TJ = torch.linalg.vecdot(dact_PF, act_PF)[groups.slot_R].view_as(weights_TJ)
-            ddown_EDF = groups.rows_by_rows(dy_PD, act_PF.mul_(weight_P1).to(dtype))
-            dact_PF = dact_PF * weight_P1
-            if silu_PF is None:
-                slopes = _situ_slopes(gate_PF, up_PF, dact_PF, ctx.situ)
-            else:
-                slopes = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF), silu_PF.mul_(dact_PF)
-            dh_PC = torch.cat([slope.to(dtype) for slope in slopes], dim=-1)
-            dgate_up_ECD = groups.rows_by_rows(dh_PC, x_TD.to(dtype).index_select(0, token_P))
+            act_PF, dh_PC, dweight_P = _slopes(gate_PF, up_PF, weight_P1, dact_PF, ctx.situ, x_TD.dtype)
+            dweights_TJ = dweight_P.flatten()[groups.slot_R].view_as(weights_TJ)
+            ddown_EDF = groups.rows_by_rows(dy_PD, act_PF.to(x_TD.dtype))
+            dgate_up_ECD = groups.rows_by_rows(dh_PC, x_TD.index_select(0, token_P))
             dx_PD = groups.rows_by_weight(dh_PC, gate_up_ECD.to(dtype).transpose(1, 2))
             dx_TD = _sum_choices(dx_PD, groups.slot_R, choices, wide)
         return (
-            dx_TD.to(x_TD.dtype),
+            dx_TD.to(ctx.given),
             None,
             dweights_TJ.to(weights_TJ.dtype),
             dgate_up_ECD.to(gate_up_ECD.dtype),
@@ -202,7 +208,28 @@ class _Experts(torch.autograd.Function):
         )
 
 
-def _situ_slopes(gate: Tensor, up: Tensor, dact: Tensor, situ: Situ) -> tuple[Tensor, ...]:
+def _slopes(
+    gate_PF: Tensor, up_PF: Tensor, weight_P1: Tensor, dact_PF: Tensor, situ: Situ | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted activation once more, the gradients of gate and up side by side in `dtype` [P, 2 F], and
+    of the weights [P]."""
+    if situ is None and serves(gate_PF, dact_PF):
+        act_PF, dh_PC, dweight_P1 = swiglu_rows_back(gate_PF, up_PF, weight_P1, dact_PF)
+        assert dweight_P1 is not None
+        return act_PF, dh_PC.to(dtype), dweight_P1
+    silu_PF = F.silu(gate_PF) if situ is None else None
+    act_PF = activate(gate_PF, up_PF, situ) if silu_PF is None else silu_PF * up_PF
+    # Before the weight is multiplied in.
+    dweight_P = torch.linalg.vecdot(dact_PF, act_PF)
+    dact_PF = dact_PF * weight_P1
+    if silu_PF is None:
+        slopes = _situ_slopes(gate_PF, up_PF, dact_PF, situ)
+    else:
+        slopes = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF), silu_PF.mul_(dact_PF)
+    return act_PF.mul_(weight_P1), torch.cat([slope.to(dtype) for slope in slopes], dim=-1), dweight_P
+
+
+def _situ_slopes(gate: Tensor, up: Tensor, dact: Tensor, situ: Situ | None) -> tuple[Tensor, ...]:
     """Gradients of gate and up."""
     with torch.enable_grad():
         given = gate.detach().requires_grad_(), up.detach().requires_grad_()

@@ -192,6 +192,9 @@ class StageSection(Section):
 class TrainSection(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast dtype of the forward and backward pass."""
+    cpu_products: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Operands of large float32 products on a CPU; all else stays float32. auto: bfloat16 where the CPU has
+    instructions for it and is measured to be quicker when the run begins; its head and its report say so."""
     recompute: Literal["no", "block", "layer"] = "no"
     """Keep no activations inside an AttnRes block, or inside a layer, nor inside a block of the tower, and
     compute them again in the backward pass: less memory for about a third more arithmetic. layer: for large

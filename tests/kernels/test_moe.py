@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import Form, forms, needs_interpreter, randn, relative_error
 
+from earlyfusion.kernels import products
 from earlyfusion.kernels.moe import grouped, naive, triton_experts
 
 # The same sums in another order.
@@ -61,6 +62,15 @@ def test_filling_rows_change_nothing(monkeypatch):
     """bfloat16 on a CPU rounds every expert's share up; forced on in float64, results must not move."""
     monkeypatch.setattr(grouped, "_row_multiple", lambda *_: 16)
     compare(EXACT, *tensors(37, 2, 24, 5, 16, busy=3))
+
+
+def test_halved_products_lose_only_roundings(monkeypatch):
+    """Operands in bfloat16, the rest in float32: gradients of what is rounded, and in float32 all of them."""
+    monkeypatch.setattr(products, "LEAST", 1)
+    for seed in (0, 1):
+        ids, leaves = tensors(300, 2, 24, 5, 20, seed, dtype=torch.float32)
+        with products.halved_products():
+            compare(Form(grouped, torch.float32, BF16), ids, leaves)
 
 
 def test_gradcheck():

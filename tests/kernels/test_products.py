@@ -9,6 +9,7 @@ from earlyfusion.kernels import products
 from earlyfusion.kernels.products import (
     NARROW,
     SAME_BITS,
+    halved_products,
     linear,
     product,
     product_over_rows,
@@ -159,3 +160,75 @@ def test_the_setting_is_put_back(monkeypatch):
         assert setting.fp32_precision == "bf16"
     finally:
         setting.fp32_precision = before
+
+
+# ---- bfloat16 operands ----
+
+HALF = 2**-8
+"""Twice what a rounding to the nearest of 8 bits may be off: that of the result, and the sums before it."""
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    monkeypatch.setattr(products, "LEAST", 1)
+    with halved_products():
+        yield
+
+
+def rounded(x):
+    return x.bfloat16().double()
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 30, 5), (127, 64, 17), (128, 40, 24), (700, 300, 33)]
+)
+def test_halved_products_round_their_operands_and_their_result_once(halved, rows, inner, columns):
+    x, w = normal(0, rows, inner), normal(1, columns, inner).T
+    poisoned = torch.full((rows, columns), float("nan"))
+    assert product(x, w, out=poisoned).dtype == torch.float32 and torch.equal(poisoned, product(x, w))
+    exact = rounded(x) @ rounded(w)
+    assert ((poisoned - exact).abs() <= HALF * exact.abs() + ROUNDING * (x.abs() @ w.abs())).all()
+    assert not torch.equal(poisoned, torch.mm(x, w))
+    sums = product_over_rows(x, normal(2, rows, 9))
+    assert sums.dtype == torch.float32 and off(sums, rounded(x).T, rounded(normal(2, rows, 9))) < HALF
+
+
+def test_a_halved_linear_and_its_gradients_wherever_the_backward_runs(monkeypatch):
+    monkeypatch.setattr(products, "LEAST", 1)
+    for seed in (0, 1):
+        x, weight, dy = normal(seed, 300, 96), normal(seed + 1, 56, 96), normal(seed + 2, 300, 56)
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with halved_products():
+            y = linear(*leaves)
+        y.backward(dy)
+        expected = rounded(x) @ rounded(weight).T, rounded(dy) @ rounded(weight), rounded(dy).T @ rounded(x)
+        for ours, exact in zip((y, *(leaf.grad for leaf in leaves)), expected, strict=True):
+            assert ours.dtype == torch.float32
+            assert (ours - exact).abs().max() < HALF * exact.abs().max()
+
+
+def test_what_is_small_wide_or_outside_is_not_halved(monkeypatch):
+    x, w = normal(0, 300, 300), normal(1, 300, 64)
+    plain = product(x, w)
+    with halved_products():
+        assert torch.equal(product(x[:20, :30], w[:30]), torch.mm(x[:20, :30], w[:30]))
+        assert torch.equal(product(x.double(), w.double()), torch.mm(x.double(), w.double()))
+        with halved_products(False):
+            assert torch.equal(product(x, w), plain)
+        assert not torch.equal(product(x, w), plain)
+    assert torch.equal(product(x, w), plain)
+
+
+@pytest.mark.parametrize(("gain", "instructions"), [(3, True), (1, True), (3, False)])
+def test_halves_pay_where_they_were_quicker(monkeypatch, gain, instructions):
+    """By a clock that says so, and never on a CPU without the instructions."""
+    monkeypatch.setattr(torch.cpu, products.HALVES_BY[0], lambda: instructions)
+    monkeypatch.setattr(torch.cpu, products.HALVES_BY[1], lambda: False)
+    now = [0.0]
+
+    def multiply(x, w):
+        now[0] += 1.0 / (gain if products._halving else 1)
+
+    monkeypatch.setattr(products.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(products, "product", multiply)
+    assert products.halves_pay.__wrapped__() == (gain == 3 and instructions)

@@ -13,7 +13,9 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import build_task
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.models.engine import EngineModel
+from earlyfusion.kernels import products
 from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline import pretrain
 from earlyfusion.pipeline.checkpoint import completed, step_of
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
@@ -139,6 +141,22 @@ def test_bf16_autocast_follows_the_fp32_run(run, recipe, tmp_path):
     ours, theirs = losses(tmp_path / "bf16"), losses(tmp_path / "fp32")
     assert ours != theirs and ours == pytest.approx(theirs, rel=0.02)
     assert {tensor.dtype for tensor in weights(tmp_path / "bf16").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_products_are_halved_where_that_was_measured_to_pay(run, recipe, tmp_path, monkeypatch, capsys, pays):
+    """The head of the run and its report say so."""
+    monkeypatch.setattr(pretrain, "halves_pay", lambda: pays)
+    monkeypatch.setattr(products, "LEAST", 1)
+    assert run(recipe, tmp_path / "fp32", "--steps 6") == EXIT_OK
+    assert products.HALVED not in capsys.readouterr().out
+    assert run(recipe, tmp_path / "auto", "--steps 6 --train.cpu_products auto") == EXIT_OK
+    head = capsys.readouterr().out
+    facts = json.loads((tmp_path / "auto/facts.json").read_text())  # what the report's head shows
+    assert (products.HALVED in head) == (facts["precision"] == products.HALVED) == pays
+    ours, theirs = losses(tmp_path / "auto"), losses(tmp_path / "fp32")
+    assert (ours != theirs) == pays and ours == pytest.approx(theirs, rel=0.02)
+    assert {tensor.dtype for tensor in weights(tmp_path / "auto").values()} == {torch.float32}
 
 
 def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(training):
