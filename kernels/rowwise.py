@@ -31,7 +31,8 @@ class Swiglu(ctypes.Structure):
 def serves(*tensors: Tensor | None) -> bool:
     """Whether these are what the C++ takes, and it is there."""
     given = [x for x in tensors if x is not None]
-    if torch.compiler.is_compiling():
+    # A tensor of another kind may have no memory: those of a rehearsal (pipeline/planner) have none.
+    if torch.compiler.is_compiling() or any(type(x) not in (Tensor, torch.nn.Parameter) for x in given):
         return False
     return all(x.is_cpu and x.dtype == torch.float32 for x in given) and library() is not None
 

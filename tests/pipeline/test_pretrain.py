@@ -19,6 +19,7 @@ from earlyfusion.pipeline import pretrain
 from earlyfusion.pipeline.checkpoint import completed, step_of
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.plan import banner
 from earlyfusion.pipeline.state import weights as stored
 
 # fp32 sums over some hundred tokens in another order
@@ -144,14 +145,14 @@ def test_bf16_autocast_follows_the_fp32_run(run, recipe, tmp_path):
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_products_are_halved_where_that_was_measured_to_pay(run, recipe, tmp_path, monkeypatch, capsys, pays):
+def test_products_are_halved_where_that_pays(run, training, recipe, tmp_path, monkeypatch, pays):
     """The head of the run and its report say so."""
     monkeypatch.setattr(pretrain, "halves_pay", lambda: pays)
     monkeypatch.setattr(products, "LEAST", 1)
     assert run(recipe, tmp_path / "fp32", "--steps 6") == EXIT_OK
-    assert products.HALVED not in capsys.readouterr().out
     assert run(recipe, tmp_path / "auto", "--steps 6 --train.cpu_products auto") == EXIT_OK
-    head = capsys.readouterr().out
+    head = banner(training(("train.cpu_products", "auto")))
+    assert products.HALVED not in banner(training(out=tmp_path / "other"))
     facts = json.loads((tmp_path / "auto/facts.json").read_text())  # what the report's head shows
     assert (products.HALVED in head) == (facts["precision"] == products.HALVED) == pays
     ours, theirs = losses(tmp_path / "auto"), losses(tmp_path / "fp32")
