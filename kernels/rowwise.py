@@ -10,7 +10,6 @@ import ctypes
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -115,7 +114,9 @@ def swiglu_rows_back(
     return y_RD, dboth, dweight_R
 
 
-class _Swiglu(torch.autograd.Function):
+class Swiglued(torch.autograd.Function):
+    """silu(gate) up, of two dense [R, D]."""
+
     @staticmethod
     def forward(ctx: Any, gate_RD: Tensor, up_RD: Tensor) -> Tensor:
         ctx.save_for_backward(gate_RD, up_RD)
@@ -126,11 +127,3 @@ class _Swiglu(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, ...]:
         gate_RD, up_RD = ctx.saved_tensors
         return swiglu_rows_back(gate_RD, up_RD, None, dy_RD.contiguous())[1].chunk(2, dim=1)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) up; where the C++ serves, once differentiable."""
-    alike = gate.dim() == 2 and gate.is_contiguous() and up.is_contiguous()
-    if alike and torch.is_grad_enabled() and serves(gate, up):
-        return _Swiglu.apply(gate, up)
-    return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)

@@ -51,9 +51,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.moe.naive import Situ, activate
+from earlyfusion.kernels.moe.grouped import activated
+from earlyfusion.kernels.moe.naive import Situ
 from earlyfusion.kernels.products import linear, without_autocast
-from earlyfusion.kernels.rowwise import swiglu
 from earlyfusion.model.config import ModelConfig
 
 
@@ -126,8 +126,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         # Two matrices and not one joined: the names and shapes of public checkpoints.
-        gate, up = self.gate_proj(x_TD), self.up_proj(x_TD)
-        return self.down_proj(swiglu(gate, up) if self.situ is None else activate(gate, up, self.situ))
+        return self.down_proj(activated(self.gate_proj(x_TD), self.up_proj(x_TD), self.situ))
 
 
 class Fp32State(nn.Module):

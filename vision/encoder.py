@@ -139,7 +139,7 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
     return index.reshape(h * w, -1), weight.reshape(h * w, -1).astype(np.float32)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)  # 40 bytes a patch
 def _places(t: int, h: int, w: int, merge_kernel: tuple[int, int]) -> np.ndarray:
     """[5, P] of every patch of an item: where it comes from, row and column, which of h * w positions, time
     (0: a single image)."""

@@ -40,7 +40,7 @@ from earlyfusion.kernels.products import (
     product_over_rows,
     without_autocast,
 )
-from earlyfusion.kernels.rowwise import serves, swiglu_rows, swiglu_rows_back
+from earlyfusion.kernels.rowwise import Swiglued, serves, swiglu_rows, swiglu_rows_back
 from earlyfusion.kernels.segments import check_experts
 
 # Coarse enough that a training run meets all shapes in its first steps.
@@ -206,6 +206,14 @@ class _Experts(torch.autograd.Function):
             ddown_EDF.to(down_EDF.dtype),
             None,
         )
+
+
+def activated(gate: Tensor, up: Tensor, situ: Situ | None) -> Tensor:
+    """`activate`; by C++ where it serves, and then differentiable once."""
+    dense = gate.dim() == 2 and gate.is_contiguous() and up.is_contiguous()
+    if situ is None and dense and torch.is_grad_enabled() and serves(gate, up):
+        return Swiglued.apply(gate, up)
+    return activate(gate, up, situ)
 
 
 def _slopes(

@@ -270,5 +270,5 @@ def test_adapters_are_what_answers_and_what_learns(folder, tmp_path, dtype):
     gaps, means = ([record[f"mismatch_{name}"] for record in records] for name in ("max", "kl"))
     # A copy in bfloat16 differs by rounding: at first by so much at most, later by so much a token. The
     # largest of a trained run is chance: .26 and .51 of two runs that differ in their last bits.
-    assert gaps and gaps[0] < (1e-4 if dtype == "same" else 0.1)
+    assert gaps and gaps[0] < (1e-4 if dtype == "same" else 0.1) and max(gaps) < 1
     assert max(gaps) < 1e-4 if dtype == "same" else max(means) < 0.02
