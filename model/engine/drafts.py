@@ -2,7 +2,8 @@
 the model several tokens at a time (grouped speculation of Seer, arXiv 2511.14617, section 3.4).
 
 Answers to one prompt repeat each other. Their tokens, and those of the prompt, lie in one suffix automaton
-per request; where the end of an answer has occurred before, what followed it most often is drafted. A step
+per group (requests that share their noise are one); where the end of an answer has occurred before, what
+followed it most often is drafted. Most is known where answers of a group do not begin together. A step
 reads the drafts behind the last token as rows of one sequence, chooses at every row as it would have chosen
 there alone, and keeps choices up to the first that differs from its draft. The noise of a choice depends on
 the sample and the position (`requests.choose`), so what is written is the same to the bit with and without
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from earlyfusion.model.engine.scheduler import RequestState, Sample
+from earlyfusion.model.engine.scheduler import Sample
 
 MOST = 15
 """Draft tokens of a sample in one step."""
@@ -27,6 +28,8 @@ BEGIN = 6
 """Tokens of an answer before anything is drafted for its group."""
 WINDOW = 128
 """Tokens of the prompt, and of what was written while nobody drafted, that are looked at."""
+KEPT = 50_000
+"""States of automata of groups of which nothing is running, but more answers may come."""
 CHAIN = 8
 """Endings of a text that learn of an occurrence. Of a text that repeats itself there are as many as
 tokens."""
@@ -192,33 +195,33 @@ class Worth:
             sums[0], sums[1] = 0.995 * sums[0] + seconds, 0.995 * sums[1] + tokens
 
 
-def most_written(state: RequestState) -> int:
-    """Tokens of a request's longest answer."""
-    return max(len(sample.ids) for sample in state.samples)
-
-
 class GroupText:
-    """The automaton of one request, and how much of every sample it knows."""
+    """The automaton of one group, and how much of every answer it knows: by its key, which it keeps where it
+    goes on as part of another request, its state and the tokens that were read."""
 
-    def __init__(self, state: RequestState) -> None:
-        self.automaton, self.samples = SuffixAutomaton(), state.samples
-        self.ends, self.read = [0] * len(state.samples), [0] * len(state.samples)
-        end = 0
-        for token in state.ids[-WINDOW:]:
-            end = self.automaton.extend(end, token)
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.automaton, self.begin = SuffixAutomaton(), 0
+        for token in prompt[-WINDOW:]:
+            self.begin = self.automaton.extend(self.begin, token)
+        self.known: dict[int, tuple[int, int]] = {}
+        self.running: list[Sample] = []
 
-    def catch_up(self) -> None:
-        """Read what the samples have written since the last time."""
-        for place, sample in enumerate(self.samples):
-            ids, start = sample.ids, self.read[place]
-            if start == len(ids):
-                continue
-            end = self.ends[place]
+    def catch_up(self, running: list[Sample]) -> None:
+        """Read what these, and those that were running before, have written since the last time."""
+        for sample in {sample.key: sample for sample in self.running + running}.values():
+            ids, (end, start) = sample.ids, self.known.get(sample.key, (self.begin, 0))
             if len(ids) - start > WINDOW:
                 start, end = len(ids) - WINDOW, 0
             for token in ids[start:]:
                 end = self.automaton.extend(end, token)
-            self.ends[place], self.read[place] = end, len(ids)
+            self.known[sample.key] = end, len(ids)
+        self.running = running
+
+
+def group_of(sample: Sample) -> str:
+    """Parts of one group, each a request of its own, share their noise."""
+    request = sample.parent.request
+    return request.noise or request.id
 
 
 class Drafts:
@@ -228,7 +231,7 @@ class Drafts:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[RequestState, GroupText] = {}
+        self.groups: dict[str, GroupText] = {}
         self.odds, self.cost = Odds(), StepCost()
         self.worth: dict[int, Worth] = defaultdict(Worth)
         self.drafted = self.accepted = 0
@@ -238,35 +241,44 @@ class Drafts:
         """Draft tokens for every sample, [] where none would pay; None: nobody has any."""
         if not self.worth[len(running).bit_length()].asks():
             return None
-        # Groups that have ended are forgotten here. One that has written little has nothing to say; its
-        # prompt is read when it has.
-        groups = {}
-        for state in {sample.parent: None for sample in running}:
-            group = self.groups.get(state)
-            if group is None and not state.request.params.stop and most_written(state) >= BEGIN:
-                group = GroupText(state)
-            if group is not None:
-                groups[state] = group
-        self.groups = groups
+        # One that has written little has nothing to say; its prompt is read when it has.
+        members: dict[str, list[Sample]] = {}
+        for sample in running:
+            if not sample.parent.request.params.stop:
+                members.setdefault(group_of(sample), []).append(sample)
+        for name, samples in members.items():
+            if name not in self.groups and max(len(sample.ids) for sample in samples) >= BEGIN:
+                self.groups[name] = GroupText(samples[0].parent.ids)
         # A token is worth the share of a step that it spares; a row has to be likely enough for that.
         floor = MARGIN * len(running) * self.cost.share(len(running))
         # Where no draft could pay, nobody even reads: what was missed is read when fewer are running.
-        if floor >= 1 or not groups:
+        if floor >= 1 or self.groups.keys().isdisjoint(members):
             return None
-        for group in groups.values():
-            group.catch_up()
+        self._forget(members)
+        for name, known in self.groups.items():
+            if name in members or known.running:
+                known.catch_up(members.get(name, []))
         drafts: list[list[int]] = []
         self.kinds = []
         earned = 0.0
         for sample in running:
             ids, kinds = list[int](), list[int]()
-            group = groups.get(sample.parent)
-            if group is not None:
+            group = self.groups.get(group_of(sample))
+            if group is not None and not sample.parent.request.params.stop:
                 earned += self._draft(sample, group, floor, ids, kinds)
             drafts.append(ids)
             self.kinds.append(kinds)
         # Together they have to pay for what drafts cost beside their rows, too.
         return drafts if earned > EXTRA * floor else None
+
+    def _forget(self, running: Container[str]) -> None:
+        """Of groups of which nothing is running, the oldest go first."""
+        idle = [name for name in self.groups if name not in running]
+        states = sum(len(self.groups[name].automaton.link) for name in idle)
+        for name in idle:
+            if states <= KEPT:
+                break
+            states -= len(self.groups.pop(name).automaton.link)
 
     def _draft(
         self, sample: Sample, group: GroupText, floor: float, ids: list[int], kinds: list[int]
@@ -274,7 +286,7 @@ class Drafts:
         """Fills in a sample's draft; tokens that it is expected to bring beyond what its rows cost."""
         text, stops = group.automaton, sample.parent.stop_ids
         count, most = text.count, min(MOST, sample.left - 1)
-        state = text.known(group.ends[sample.index])
+        state = text.known(group.known[sample.key][0])
         likely, context, earned = 1.0, text.longest[state], 0.0
         while state and len(ids) < most:
             follows, share = text.follows[state], 1.0

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
-from torch.nn.functional import pad
 
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
@@ -34,7 +33,6 @@ from earlyfusion.model.engine.requests import (
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.model.layers import Experts
 from earlyfusion.pipeline.bench.engine import our_model
 from earlyfusion.pipeline.bench.frame import alternate, compared, numbers, save_record
 from earlyfusion.pipeline.config.compose import compose, load_config, validate
@@ -315,14 +313,14 @@ class DraftsOptions(Options):
     """recipe of reinforcement learning whose first prompts are answered"""
     groups: PositiveInt = 8
     """prompts"""
+    answers: PositiveInt = 16
+    """to a prompt"""
     sizes: str = "1,2,4,8,16"
-    """answers to a prompt, all at once"""
+    """answers at once"""
     temperature: NonNegativeFloat = 1.0
     """of the answers"""
     tokens: PositiveInt = 256
     """most tokens of an answer"""
-    widen: PositiveInt = 1
-    """experts so many times as wide, filled up with zeros: the same answers at a larger model's cost"""
     rounds: PositiveInt = 5
     """rounds, each side once a round"""
     out: str = "runs/bench/drafts.json"
@@ -336,34 +334,19 @@ def draft_prompts(model: NativeFusion, tokenizer: Tokenizer, options: DraftsOpti
     return [prompt.encoded for prompt in pool.draw(options.groups, 0, slice(None), lambda table: table)]
 
 
-def widen(model: NativeFusion, times: int) -> None:
-    """Experts of so many times the width that do what they did: the rest of their weights is zero."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            # Gate rows first, then those of the other factor.
-            parts = module.gate_up_proj.detach().chunk(2, dim=1)
-            more = parts[0].shape[1] * (times - 1)
-            joined = torch.cat([pad(part, (0, 0, 0, more)) for part in parts], dim=1)
-            module.gate_up_proj = torch.nn.Parameter(joined)
-            module.down_proj = torch.nn.Parameter(pad(module.down_proj.detach(), (0, more)))
-
-
 def in_turn(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
-    """Seconds of decoding of each engine, which take their steps in turn: a machine's pace changes from
-    second to second, and both meet the same."""
+    """Seconds of each engine, which take their steps in turn: a machine's pace changes from second to second,
+    and both meet the same."""
     spent = dict.fromkeys(engines, 0.0)
-    for request in requests:
-        for engine in engines.values():
+    for engine in engines.values():
+        for request in requests:
             engine.submit(request)
-            # Prompts are read the same way by all.
-            while engine.scheduler.waiting or engine.scheduler.reading:
+    while any(engine.has_work for engine in engines.values()):
+        for side, engine in engines.items():
+            begun = time.perf_counter()
+            if engine.has_work:
                 engine.step()
-        while any(engine.has_work for engine in engines.values()):
-            for side, engine in engines.items():
-                begun = time.perf_counter()
-                if engine.has_work:
-                    engine.step()
-                    spent[side] += time.perf_counter() - begun
+                spent[side] += time.perf_counter() - begun
     return spent
 
 
@@ -375,16 +358,28 @@ def drafts(options: DraftsOptions) -> None:
     folder = model_folder(options.model)
     # As in a run: the compiled engine takes float32.
     model, tokenizer = load_model(folder, dtype=torch.float32).eval(), Tokenizer.load(folder)
-    widen(model, options.widen)
     prompts = draft_prompts(model, tokenizer, options)
     parts: Record = {}
     for size in numbers(options.sizes):
-        params = SamplingParams(options.tokens, options.temperature, n=size, logprobs=True)
-        requests = [Request(str(i), prompt, params, pieces=False) for i, prompt in enumerate(prompts)]
+        params = SamplingParams(options.tokens, options.temperature, logprobs=True)
+        # As `rl/fleet` asks for them: every answer a request, a prompt's ones with their noise in common.
+        requests = [
+            Request(f"{i}/{k}", prompt, params, pieces=False, noise=str(i), numbers=(k,))
+            for i, prompt in enumerate(prompts)
+            for k in range(options.answers)
+        ]
         longest = max(len(prompt.ids) for prompt in prompts) + options.tokens
-        pages = size * (-(-longest // PAGE) + 2)
+        pages = (size + 8) * (-(-longest // PAGE) + 2)
         engines = {
-            side: Engine(model, tokenizer, max_slots=size, page_size=PAGE, max_pages=pages, speculate=on)
+            side: Engine(
+                model,
+                tokenizer,
+                max_slots=size,
+                page_size=PAGE,
+                max_pages=pages,
+                prefix_cache=8,
+                speculate=on,
+            )
             for side, on in (("drafts", True), ("plain", False))
         }
         # Once for what is only slow at first: the odds and the costs of a run that has been going for long.

@@ -28,7 +28,6 @@ from earlyfusion.model.engine import drafts as automaton
 from earlyfusion.model.engine.drafts import Drafts, StepCost, SuffixAutomaton
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.layers import moe_layers
-from earlyfusion.rl.fleet.bench import widen
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 EVERY = {**SHAPES, **MORE_SHAPES}
@@ -145,6 +144,49 @@ def test_ends_states_and_pauses_are_those_without_drafts():
     equal_bits(by_sample(base), by_sample(done for handle in handles for done in handle.completions))
 
 
+def of_one_group(prompt, params, count: int, name: str = "g"):
+    """As `rl/fleet` asks: every answer a request, with the noise of their group."""
+    return [Request(f"{name}/{i}", prompt, params, noise=name, numbers=(i,)) for i in range(count)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("pausing", (False, True))
+def test_an_answer_learns_from_those_of_its_group_that_began_before(pausing, monkeypatch):
+    """Greedy answers to one prompt, one after another: the first says all of the others, also of one that
+    goes on as another request. Of ended groups the oldest are forgotten."""
+    net, prompt = model(3), tokens(30, 2)
+    engine = engine_of(net, max_slots=1, speculate=True)
+    engine.drafts.cost.share = lambda rows: 1e-3  # everything would pay
+    monkeypatch.setattr("earlyfusion.model.engine.drafts.Worth.asks", lambda self: True)
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True)
+    first, *others = of_one_group(prompt, params, 4)
+    (said,) = engine.generate([first])
+    before, steps = engine.stats(), engine.stats()["host_syncs"]
+    if pausing:
+        done = []
+        for request in others:
+            engine.submit(request)
+            for _ in range(3):
+                engine.step()
+            handle = engine.resume(engine.pause(request.id))
+            drain(engine)
+            done += handle.completions
+    else:
+        done = engine.generate(others)
+    assert all(each.ids == said.ids for each in done)
+    drafted, accepted = (engine.stats()[k] - before[k] for k in ("drafted_tokens", "accepted_drafts"))
+    # The first token comes with the prompt, and one of every step is the model's own.
+    assert accepted == drafted and accepted >= 3 * 32
+    assert engine.stats()["host_syncs"] - steps <= 3 * 8
+    text = engine.drafts.groups["g"]
+    # The end of the last one is read when somebody drafts again.
+    assert sorted(read for _, read in text.known.values())[1:] == [40] * 3 and len(text.known) == 4
+
+    monkeypatch.setattr("earlyfusion.model.engine.drafts.KEPT", 0)
+    engine.generate(of_one_group(tokens(30, 4), params, 2, "another"))
+    assert list(engine.drafts.groups) == ["another"]
+
+
 @needs_compiler
 def test_requests_with_stop_strings_are_left_alone():
     """A string may end inside of a draft, and the state would stand behind it."""
@@ -209,11 +251,3 @@ def test_drafts_go_on_only_where_they_pay():
             drift = 1 + 0.5 * np.sin(step / 300) + rng.gauss(0, 0.1)
             drafts.account(8, 8, 8, drift * (pace if with_drafts else 1.0))
         assert least <= drafted / 20_000 <= most
-
-
-def test_wider_experts_say_the_same():
-    net, prompt, ids = model(3), tokens(9), list(range(20, 30))
-    small = trained_logits(net, prompt, ids)
-    widen(net, 3)
-    assert moe_layers(net)[0].experts.down_proj.shape[-1] == 3 * net.config.text.moe_intermediate_size
-    torch.testing.assert_close(trained_logits(net, prompt, ids), small, rtol=0, atol=1e-5)
