@@ -26,6 +26,9 @@ namespace {
 constexpr int64_t TIME = 32;          // tokens between kept states
 constexpr int64_t HISTORY = 1 << 16;  // numbers of decayed states at a time: half of a small second-level cache
 constexpr int64_t ROWS = 4;           // rows of the transposed state that share what is loaded
+// Columns of the state that go through tokens together, or half of them where there are no more. They lie together, too:
+// rows of the whole state at a power of two from each other would push each other out of the cache.
+constexpr int64_t BLOCK = 4 * WIDTH;
 constexpr float L2_EPS = 1e-6f;
 
 struct Recurrence {
@@ -48,13 +51,13 @@ int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 // What TIME tokens of one head bring, in rows filled up with zeros to whole vectors.
 struct Tokens {
   const Recurrence& of;
-  const int64_t K, V, head, keys, values;
+  const int64_t K, V, head, keys, block, values;
   std::vector<float> q, k, alpha, g, v;
   float beta[TIME], q_scale[TIME], k_scale[TIME], overlap[TIME];
 
   Tokens(const Recurrence& of, int64_t head)
-      : of(of), K(of.keys), V(of.values), head(head), keys(whole(K, WIDTH)), values(whole(V, ROWS * WIDTH)),
-        q(TIME * keys), k(q), alpha(q), g(q), v(TIME * values) {}
+      : of(of), K(of.keys), V(of.values), head(head), keys(whole(K, WIDTH)), block(V <= 2 * WIDTH ? 2 * WIDTH : BLOCK),
+        values(whole(V, block)), q(TIME * keys), k(q), alpha(q), g(q), v(TIME * values) {}
 
   // Of a tensor [T, G, n].
   int64_t at(int64_t token, int64_t n) const { return (token * of.heads + head) * n; }
@@ -93,22 +96,19 @@ struct Tokens {
   }
 };
 
-// Columns of the state that go through tokens together. They lie together, too: rows of the whole state at a power of two
-// from each other would push each other out of the cache.
-constexpr int64_t BLOCK = ROWS * WIDTH;
-
-// Columns c .. c + BLOCK - 1, [K, BLOCK], through `count` tokens; v becomes delta.
+// Columns c .. c + N WIDTH - 1, [K, N WIDTH], through `count` tokens; v becomes delta.
+template <int N>
 void columns(Tokens& x, int64_t count, int64_t c, float* S, float* o) {
-  vec open[ROWS] = {};
+  vec open[N] = {};
   const float* before = x.k.data();  // times nothing at first
   for (int64_t t = 0; t < count; t++) {
     const float *q = x.q.data() + t * x.keys, *k = x.k.data() + t * x.keys, *alpha = x.alpha.data() + t * x.keys;
-    vec seen[ROWS] = {}, asked[ROWS] = {};
+    vec seen[N] = {}, asked[N] = {};
     for (int64_t i = 0; i < x.K; i++) {
       const vec a = all(alpha[i]), ki = all(k[i]), qi = all(q[i]), last = all(before[i]);
-      float* row = S + i * BLOCK;
+      float* row = S + i * N * WIDTH;
 #pragma GCC unroll 4
-      for (int n = 0; n < ROWS; n++) {
+      for (int n = 0; n < N; n++) {
         const vec s = (load(row + n * WIDTH) + last * open[n]) * a;
         store(row + n * WIDTH, s);
         seen[n] += ki * s;
@@ -117,7 +117,7 @@ void columns(Tokens& x, int64_t count, int64_t c, float* S, float* o) {
     }
     float *v = x.v.data() + t * x.values + c, *out = o + t * x.values + c;
 #pragma GCC unroll 4
-    for (int n = 0; n < ROWS; n++) {
+    for (int n = 0; n < N; n++) {
       open[n] = (load(v + n * WIDTH) - seen[n]) * x.beta[t];
       store(v + n * WIDTH, open[n]);
       store(out + n * WIDTH, asked[n] + x.overlap[t] * open[n]);
@@ -125,8 +125,8 @@ void columns(Tokens& x, int64_t count, int64_t c, float* S, float* o) {
     before = k;
   }
   for (int64_t i = 0; i < x.K; i++) {
-    float* row = S + i * BLOCK;
-    for (int n = 0; n < ROWS; n++) store(row + n * WIDTH, load(row + n * WIDTH) + before[i] * open[n]);
+    float* row = S + i * N * WIDTH;
+    for (int n = 0; n < N; n++) store(row + n * WIDTH, load(row + n * WIDTH) + before[i] * open[n]);
   }
 }
 
@@ -142,17 +142,19 @@ void forward(const Recurrence& of, int64_t document, int64_t head) {
   std::vector<float> S(K * x.values), o(TIME * x.values);
   // The state [K, V] lies in blocks of columns.
   auto each_block = [&](auto copy) {
-    for (int64_t c = 0; c < V; c += BLOCK) copy(c, std::min(BLOCK, V - c), &S[c * K]);
+    for (int64_t c = 0; c < V; c += x.block) copy(c, std::min(x.block, V - c), &S[c * K]);
   };
   auto write = [&](float* to) {
-    each_block([=](int64_t c, int64_t n, float* block) { copy_rows(K, n, block, BLOCK, to + c, V); });
+    each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, block, x.block, to + c, V); });
   };
-  if (of.initial) each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, of.initial + own + c, V, block, BLOCK); });
+  if (of.initial) each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, of.initial + own + c, V, block, x.block); });
   for (int64_t first = begin, kept = of.states_begin[document]; first < end; first += TIME, kept++) {
     const int64_t count = std::min(TIME, end - first);
     x.read<BOUNDED>(first, count);
     if (of.states) write(of.states + (kept * of.heads + head) * K * V);
-    each_block([&](int64_t c, int64_t, float* block) { columns(x, count, c, block, o.data()); });
+    each_block([&](int64_t c, int64_t, float* block) {
+      x.block == BLOCK ? columns<4>(x, count, c, block, o.data()) : columns<2>(x, count, c, block, o.data());
+    });
     const int64_t step = of.heads * V;
     copy_rows(count, V, o.data(), x.values, of.o + x.at(first, V), step);
     if (of.delta) copy_rows(count, V, x.v.data(), x.values, of.delta + x.at(first, V), step);
