@@ -177,7 +177,9 @@ class Pretraining:
             # Log it, unless the guard sent the run back to a checkpoint.
             if not (step.refused and self.rolled_back(step.verdict)):
                 self.log(stage.name, loss, lr, step)
-                if self.step < self.total and self.stages.index(self.step) != index:
+                if self.step < self.total and self.stages.mixture(self.step) != self.stages.mixture(
+                    self.step - 1
+                ):
                     self.guard.new_stage()
 
             # Stop on a signal; evaluate and save every so often.

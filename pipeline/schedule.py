@@ -50,6 +50,12 @@ class StageTable:
         for stage in self.stages:
             self.starts.append(self.starts[-1] + stage.steps)
 
+    def mixture(self, step: int) -> tuple[int, int]:
+        """The stage of this step, and how many of its changes of the mixture lie before it or at it."""
+        index = self.index(step)
+        stage, inside = self.stages[index], step - self.starts[index]
+        return index, sum(change.at * stage.steps <= inside for change in stage.mix)
+
     def index(self, step: int) -> int:
         """Number of the stage of a global step; the step after the last belongs to the last stage."""
         index = len(self.stages) - 1

@@ -133,3 +133,19 @@ def test_too_many_bad_steps_stop_whatever_the_policy(training, capsys, monkeypat
     poison(run, *range(2, 20))
     assert cli.guarded(run.train) == EXIT_FAILURE
     assert run.step == 4 and "bad steps lately: 3" in capsys.readouterr().err
+
+
+def test_another_mixture_inside_a_stage_has_another_loss(training, monkeypatch):
+    """What the guard holds a loss against is of the mixture that is read now: words for pictures are no spike."""
+    monkeypatch.setattr(pretrain.evaluate, "write_outputs", lambda *_: [])
+    change = [{"at": 0.5, "vision_share": 1.0}]
+    stage = [("steps", 6), ("warmup_steps", 1), ("vision_share", 0.0), ("mix", change)]
+    run = training(*((f"stages.short.{key}", value) for key, value in stage), ("run.steps", 5))
+    assert [run.stages.mixture(step) for step in range(8)] == [(0, 0)] * 3 + [(0, 1)] * 3 + [(1, 0)] * 2
+    lengths = []
+    real = run.guard.check
+    monkeypatch.setattr(
+        run.guard, "check", lambda *a, **k: (lengths.append(len(run.guard.history)), real(*a, **k))[1]
+    )
+    assert run.train() == EXIT_OK
+    assert lengths == [0, 1, 2, 0, 1]
