@@ -136,7 +136,7 @@ def test_too_many_bad_steps_stop_whatever_the_policy(training, capsys, monkeypat
 
 
 def test_another_mixture_inside_a_stage_has_another_loss(training, monkeypatch):
-    """What the guard holds a loss against is of the mixture that is read now: words for pictures are no spike."""
+    """A loss is held against those of the mixture that is read now: pictures after words are no spike."""
     monkeypatch.setattr(pretrain.evaluate, "write_outputs", lambda *_: [])
     change = [{"at": 0.5, "vision_share": 1.0}]
     stage = [("steps", 6), ("warmup_steps", 1), ("vision_share", 0.0), ("mix", change)]
