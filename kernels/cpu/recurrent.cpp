@@ -19,7 +19,6 @@
 //
 // Definition: kernels/kda/naive.py. Legend: T tokens, N documents, H query heads, G value heads, K key dim, V value dim.
 #include "vector.h"
-#include <vector>
 
 namespace {
 
@@ -52,7 +51,7 @@ int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 struct Tokens {
   const Recurrence& of;
   const int64_t K, V, head, keys, block, values;
-  std::vector<float> q, k, alpha, g, v;
+  Room q, k, alpha, g, v;
   float beta[TIME], q_scale[TIME], k_scale[TIME], overlap[TIME];
 
   Tokens(const Recurrence& of, int64_t head)
@@ -139,7 +138,7 @@ void forward(const Recurrence& of, int64_t document, int64_t head) {
   Tokens x(of, head);
   const int64_t K = x.K, V = x.V, begin = of.offsets[document], end = of.offsets[document + 1];
   const int64_t own = (document * of.heads + head) * K * V;
-  std::vector<float> S(K * x.values), o(TIME * x.values);
+  Room S(K * x.values), o(TIME * x.values);
   // The state [K, V] lies in blocks of columns.
   auto each_block = [&](auto copy) {
     for (int64_t c = 0; c < V; c += x.block) copy(c, std::min(x.block, V - c), &S[c * K]);
@@ -147,7 +146,8 @@ void forward(const Recurrence& of, int64_t document, int64_t head) {
   auto write = [&](float* to) {
     each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, block, x.block, to + c, V); });
   };
-  if (of.initial) each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, of.initial + own + c, V, block, x.block); });
+  if (of.initial)
+    each_block([&](int64_t c, int64_t n, float* block) { copy_rows(K, n, of.initial + own + c, V, block, x.block); });
   for (int64_t first = begin, kept = of.states_begin[document]; first < end; first += TIME, kept++) {
     const int64_t count = std::min(TIME, end - first);
     x.read<BOUNDED>(first, count);
@@ -182,61 +182,70 @@ void decayed(const Tokens& x, int64_t count, const float* state, const float* de
   }
 }
 
-// ROWS rows of D and U through one token: D becomes the gradient of the state before it; dq, dk, dg are added to.
-void rows_back(const Tokens& x, int64_t t, const float* d_o, const float* delta, const float* U, float* D, float* ddelta,
-               float* dq, float* dk, float* dg) {
-  const int64_t n = x.keys;
+// Rows of D and U through one token: D becomes the gradient of the state before it; dq, dk, dg are added to. N: vectors of a
+// row where they are few, which then stay in registers; else 0.
+template <int N>
+void rows_back(const Tokens& x, int64_t t, int64_t rows, const float* d_o, const float* delta, const float* U, float* D,
+               float* ddelta, float* dq, float* dk, float* dg) {
+  const int64_t n = N ? N * WIDTH : x.keys;
   const float *q = x.q.data() + t * n, *k = x.k.data() + t * n, *alpha = x.alpha.data() + t * n;
-  vec met[ROWS];
+  constexpr int M = N ? N : 1;
+  vec qs[M], ks[M], as[M], to_q[M], to_k[M], to_g[M];
+  if (N)
+    for (int i = 0; i < M; i++) {
+      qs[i] = load(q + i * WIDTH), ks[i] = load(k + i * WIDTH), as[i] = load(alpha + i * WIDTH);
+      to_q[i] = load(dq + i * WIDTH), to_k[i] = load(dk + i * WIDTH), to_g[i] = load(dg + i * WIDTH);
+    }
+  for (int64_t r0 = 0; r0 < rows; r0 += ROWS, d_o += ROWS, delta += ROWS, ddelta += ROWS, U += ROWS * n, D += ROWS * n) {
+    vec met[ROWS] = {}, kept[ROWS][M];
+    for (int64_t i = 0; i < (N ? N : n / WIDTH); i++) {
+      const vec qi = N ? qs[i] : load(q + i * WIDTH), ki = N ? ks[i] : load(k + i * WIDTH);
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) met[r] = vec{};
-  for (int64_t i = 0; i < n; i += WIDTH) {
-    const vec qi = load(q + i), ki = load(k + i);
+      for (int r = 0; r < ROWS; r++) {
+        const vec d = load(D + r * n + i * WIDTH) + qi * d_o[r];
+        if (N) kept[r][i] = d;
+        else store(D + r * n + i * WIDTH, d);
+        met[r] += ki * d;
+      }
+    }
+    float back[ROWS];
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      const vec d = load(D + r * n + i) + qi * d_o[r];
-      store(D + r * n + i, d);
-      met[r] += ki * d;
+    for (int r = 0; r < ROWS; r++) ddelta[r] = sum(met[r]), back[r] = -x.beta[t] * ddelta[r];
+    for (int64_t i = 0; i < (N ? N : n / WIDTH); i++) {
+      const int64_t at = i * WIDTH;
+      const vec ki = N ? ks[i] : load(k + at), a = N ? as[i] : load(alpha + at);
+      vec q_sum = N ? to_q[i] : load(dq + at), k_sum = N ? to_k[i] : load(dk + at), g_sum = N ? to_g[i] : load(dg + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        vec d = N ? kept[r][i] : load(D + r * n + at);
+        const vec u = load(U + r * n + at);
+        q_sum += u * d_o[r];
+        k_sum += d * delta[r] + u * back[r];
+        d += ki * back[r];
+        g_sum += d * u;
+        store(D + r * n + at, d * a);
+      }
+      if (N) to_q[i] = q_sum, to_k[i] = k_sum, to_g[i] = g_sum;
+      else store(dq + at, q_sum), store(dk + at, k_sum), store(dg + at, g_sum);
     }
   }
-  float back[ROWS];
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; r++) ddelta[r] = sum(met[r]), back[r] = -x.beta[t] * ddelta[r];
-  for (int64_t i = 0; i < n; i += WIDTH) {
-    const vec ki = load(k + i), a = load(alpha + i);
-    vec to_q = load(dq + i), to_k = load(dk + i), to_g = load(dg + i);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      vec d = load(D + r * n + i);
-      const vec u = load(U + r * n + i);
-      to_q += u * d_o[r];
-      to_k += d * delta[r] + u * back[r];
-      d += ki * back[r];
-      to_g += d * u;
-      store(D + r * n + i, d * a);
-    }
-    store(dq + i, to_q);
-    store(dk + i, to_k);
-    store(dg + i, to_g);
-  }
+  if (N)
+    for (int i = 0; i < M; i++) store(dq + i * WIDTH, to_q[i]), store(dk + i * WIDTH, to_k[i]), store(dg + i * WIDTH, to_g[i]);
 }
 
-// From a gradient of log decays to those of their input and parameters: A_log's is added to `rate_sum`, a number a channel.
+// From a gradient of log decays to those of their input and parameters: A_log's and the bias' are added to, a number a channel.
 template <bool BOUNDED>
-void gate_back(const Tokens& x, int64_t token, const float* g, const float* dg, float* df, float* rate_sum, float* dbias) {
+void gate_back(const Tokens& x, int64_t token, const float* g, const float* dg, float* df, float* rate_sum, float* bias_sum) {
   const float *f = x.of.f + token * x.of.f_step + x.head * x.K, *bias = x.of.bias + x.head * x.K;
   const float rate = x.of.rate[x.head], bound = x.of.lower_bound;
   map(x.K, df, [=](int64_t i, auto get) {
-    const vec of_g = get(dg + i), log = get(g + i);
+    const vec of_g = get(dg + i), log = get(g + i), y = get(f + i) + get(bias + i);
     // From the value: where the sigmoid saturates the difference is an exact zero.
-    if (BOUNDED) return log * (1.0f - log / bound) * of_g * rate;
-    return sigmoid(get(f + i) + get(bias + i)) * of_g * -rate;
+    const vec of_f = BOUNDED ? log * (1.0f - log / bound) * of_g * rate : sigmoid(y) * of_g * -rate;
+    store(rate_sum + i, load(rate_sum + i) + (BOUNDED ? of_f * y : of_g * log));
+    store(bias_sum + i, load(bias_sum + i) + of_f);
+    return of_f;
   });
-  map(x.K, rate_sum, [=](int64_t i, auto get) {
-    if (BOUNDED) return get(rate_sum + i) + get(df + i) * (get(f + i) + get(bias + i));
-    return get(rate_sum + i) + get(dg + i) * get(g + i);
-  });
-  add_scaled(dbias, 1.0f, df, x.K);
 }
 
 template <bool BOUNDED>
@@ -245,10 +254,8 @@ void backward(const Recurrence& of, int64_t document, int64_t head) {
   const int64_t K = x.K, V = x.V, n = x.keys, begin = of.offsets[document], end = of.offsets[document + 1];
   const int64_t own = document * of.heads + head, step = of.heads * V;
   const int64_t block = std::min(x.values, std::max(ROWS, HISTORY / (TIME * n) / ROWS * ROWS));
-  std::vector<float> D(x.values * n), U(TIME * block * n), S(block * n), d_o(TIME * x.values), delta(d_o), ddelta(d_o);
-  std::vector<float> dq(TIME * n), dk(dq), dg(dq), rate_sum(n);
-  float* dbias = of.dbias + own * K;
-  std::fill(dbias, dbias + K, 0.0f);
+  Room D(x.values * n), U(TIME * block * n), S(block * n), d_o(TIME * x.values), delta(d_o), ddelta(d_o);
+  Room dq(TIME * n), dk(dq), dg(dq), rate_sum(n), bias_sum(n);
   if (of.d_final)
     for (int64_t i = 0; i < K; i++)
       for (int64_t v = 0; v < V; v++) D[v * n + i] = of.d_final[(own * K + i) * V + v];
@@ -262,12 +269,12 @@ void backward(const Recurrence& of, int64_t document, int64_t head) {
     for (int64_t row = 0; row < whole(V, ROWS); row += block) {
       const int64_t rows = std::min(block, whole(V, ROWS) - row);
       decayed(x, count, state, delta.data(), row, rows, S.data(), U.data());
-      for (int64_t t = count; t--;)
-        for (int64_t r = 0; r < rows; r += ROWS) {
-          const int64_t at = t * x.values + row + r;
-          rows_back(x, t, &d_o[at], &delta[at], &U[(t * rows + r) * n], &D[(row + r) * n], &ddelta[at], &dq[t * n], &dk[t * n],
-                    &dg[t * n]);
-        }
+      auto* through = n == 2 * WIDTH ? rows_back<2> : rows_back<0>;
+      for (int64_t t = count; t--;) {
+        const int64_t at = t * x.values + row;
+        through(x, t, rows, &d_o[at], &delta[at], &U[t * rows * n], &D[row * n], &ddelta[at], &dq[t * n], &dk[t * n],
+                &dg[t * n]);
+      }
     }
     for (int64_t t = count; t--;) {
       const float *go = &d_o[t * x.values], *de = &delta[t * x.values], *dd = &ddelta[t * x.values], beta = x.beta[t];
@@ -276,12 +283,13 @@ void backward(const Recurrence& of, int64_t document, int64_t head) {
       x.denormalise(&x.k[t * n], x.k_scale[t], 1.0f, &dk[t * n], of.dk + x.at(first + t, K));
       map(V, of.dv + x.at(first + t, V), [=](int64_t i, auto get) { return beta * get(dd + i); });
       of.db[x.at(first + t, 1)] = (1.0f - beta) * dot(dd, de, V);
-      gate_back<BOUNDED>(x, first + t, &x.g[t * n], &dg[t * n], of.df + x.at(first + t, K), rate_sum.data(), dbias);
+      gate_back<BOUNDED>(x, first + t, &x.g[t * n], &dg[t * n], of.df + x.at(first + t, K), rate_sum.data(), bias_sum.data());
     }
   }
   float total = 0;
   for (int64_t i = 0; i < K; i++) total += rate_sum[i];
   of.drate[own] = total;
+  memcpy(of.dbias + own * K, bias_sum.data(), K * sizeof(float));
   if (of.dinitial)
     for (int64_t i = 0; i < K; i++)
       for (int64_t v = 0; v < V; v++) of.dinitial[(own * K + i) * V + v] = D[v * n + i];
@@ -347,7 +355,7 @@ void forward(const Convolution& of, int64_t block) {
 void backward(const Convolution& of, int64_t block) {
   const Window at(of, block);
   const int64_t C = of.channels, W = of.width, last = std::min(at.stop, at.end + at.before);
-  std::vector<float> dz((last - at.first) * CHANNELS);
+  Room dz((last - at.first) * CHANNELS);
   for (int64_t c = 0; c < C; c += CHANNELS) {
     const int64_t n = std::min(CHANNELS, C - c);
     // Of the rows behind the block, too, as far as they read rows of the block.

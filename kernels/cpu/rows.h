@@ -2,7 +2,6 @@
 #pragma once
 #include "vector.h"
 #include <memory>
-#include <vector>
 
 namespace {
 

@@ -3,7 +3,6 @@
 //
 // Formulas: kernels/rowwise.py. Legend: R rows, D width.
 #include "vector.h"
-#include <vector>
 
 namespace {
 
@@ -27,7 +26,7 @@ struct Swiglu {
   float *dgate, *dup, *dweight;
 };
 
-void norm(const Norm& of, int64_t row, std::vector<float>& work) {
+void norm(const Norm& of, int64_t row, Room& work) {
   const int64_t D = of.width, at = row * D;
   const float *x = of.x + at, *w = of.weight, *gate = of.gate ? of.gate + at : nullptr;
   const float r = 1.0f / std::sqrt(dot(x, x, D) / D + float(of.eps));
@@ -59,7 +58,7 @@ void norm(const Norm& of, int64_t row, std::vector<float>& work) {
   map(D, dx, [=](int64_t c, auto get) { return r * (get(dx + c) - get(x + c) * along); });
 }
 
-void swiglu(const Swiglu& of, int64_t row, std::vector<float>& work) {
+void swiglu(const Swiglu& of, int64_t row, Room& work) {
   const int64_t D = of.width;
   const float *gate = of.gate + row * of.step, *up = of.up + row * of.step, weight = of.weight ? of.weight[row] : 1.0f;
   float* y = of.y + row * D;
@@ -88,11 +87,11 @@ extern "C" {
 
 // Rows first .. end - 1; gradients of a norm's weight are added to.
 void norm_rows(const Norm* of, int64_t first, int64_t end) {
-  std::vector<float> work(2 * of->width);
+  Room work(2 * of->width);
   for (int64_t row = first; row < end; row++) norm(*of, row, work);
 }
 void swiglu_rows(const Swiglu* of, int64_t first, int64_t end) {
-  std::vector<float> work(of->width);
+  Room work(of->width);
   for (int64_t row = first; row < end; row++) swiglu(*of, row, work);
 }
 }

@@ -2,7 +2,6 @@
 // over a row instead of some thirty over the batch. A row's bits depend on that row alone.
 #include "vector.h"
 #include <numeric>
-#include <vector>
 
 namespace {
 

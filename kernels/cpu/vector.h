@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, MOST_ROWS = 12;  // 24 of 32 registers hold sums
@@ -41,6 +42,17 @@ static inline float sum(vec v) {  // halves added to halves
     for (int i = 0; i < half; i++) part[i] += part[i + half];
   return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
 }
+
+// Zeros where a vector's address is a multiple of its size: one that lies across two lines of the cache is read twice.
+struct Room {
+  std::vector<vec> held;
+  explicit Room(int64_t n) : held((n + WIDTH - 1) / WIDTH) {}
+  float* data() { return reinterpret_cast<float*>(held.data()); }
+  const float* data() const { return reinterpret_cast<const float*>(held.data()); }
+  float& operator[](int64_t i) { return data()[i]; }
+  float* begin() { return data(); }
+  float* end() { return data() + held.size() * WIDTH; }
+};
 
 // e^x to two units in the last place for -87 <= x <= 88, and the value at the border beyond: x = n ln 2 + r, |r| <= ln 2 / 2,
 // the series of e^r up to r^7 / 7!. NaN stays NaN.
