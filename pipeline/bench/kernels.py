@@ -41,6 +41,7 @@ from earlyfusion.pipeline.bench.frame import (
 )
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.figures import show
+from earlyfusion.pipeline.runtime import keep_freed_memory
 
 
 class KernelOptions(Options):
@@ -108,6 +109,7 @@ def cases(setting: Setting, groups: Sequence[str]) -> Iterator[Case]:
 def kernels(options: KernelOptions) -> int:
     """Entry of `earlyfusion bench kernels`."""
     against, groups = chosen(options.against, PEERS, "--against"), chosen(options.only, CASES, "--only")
+    keep_freed_memory()  # for all sides, as a run does
     device, dtype = default_device(), torch.float32
     if device.type == "cuda":
         dtype = torch.bfloat16

@@ -37,7 +37,10 @@ from earlyfusion.pipeline.bench.frame import (
 )
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.figures import show
+from earlyfusion.pipeline.runtime import keep_freed_memory
 
+KEPT = "transformers-kept"
+"""The same with glibc keeping freed memory, as our verbs tell it."""
 SHARED = (
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"
     " num_shared_experts routed_scaling_factor kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"
@@ -135,6 +138,8 @@ def their_loss(shape: Record, ids_NL: Tensor) -> tuple[nn.Module, Callable[[], T
 def train_side(side: str, shape: Record, documents: int, length: int, steps: int) -> Result:
     """One side in its process: tokens/s of `steps` training steps, memory in MiB, the first loss."""
     device = default_device()
+    if side != "transformers":
+        keep_freed_memory()
 
     # The ids are drawn on the CPU, so that both sides see the same on any device.
     torch.manual_seed(0)
@@ -178,7 +183,7 @@ def train(options: TrainOptions) -> None:
     def run(side: str) -> Result:
         return run_side(train_side, {"side": side, **request})
 
-    rounds = alternate(("ours", "transformers"), options.rounds, run)
+    rounds = alternate(("ours", "transformers", KEPT), options.rounds, run)
     if "transformers" not in rounds:
         raise UserError("bench train: half a comparison is none; mend what transformers says above")
     columns = compared(rounds)
