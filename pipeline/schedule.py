@@ -53,6 +53,7 @@ class StageTable:
     def mixture(self, step: int) -> tuple[int, int]:
         """The stage of this step, and how many of its changes of the mixture lie before it or at it."""
         index = self.index(step)
+        # Counted within the stage, as `mix_schedule` places them.
         stage, inside = self.stages[index], step - self.starts[index]
         return index, sum(change.at * stage.steps <= inside for change in stage.mix)
 

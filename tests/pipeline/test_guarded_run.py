@@ -142,6 +142,7 @@ def test_another_mixture_inside_a_stage_has_another_loss(training, monkeypatch):
     stage = [("steps", 6), ("warmup_steps", 1), ("vision_share", 0.0), ("mix", change)]
     run = training(*((f"stages.short.{key}", value) for key, value in stage), ("run.steps", 5))
     assert [run.stages.mixture(step) for step in range(8)] == [(0, 0)] * 3 + [(0, 1)] * 3 + [(1, 0)] * 2
+    # What it holds a loss against, before every step.
     lengths = []
     real = run.guard.check
     monkeypatch.setattr(
