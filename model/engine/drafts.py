@@ -26,7 +26,7 @@ MOST = 15
 """Draft tokens of a sample in one step."""
 BEGIN = 6
 """Tokens of an answer before anything is drafted for its group."""
-WINDOW = 128
+WINDOW = 64
 """Tokens of the prompt, and of what was written while nobody drafted, that are looked at."""
 KEPT = 50_000
 """States of automata of groups of which nothing is running, but more answers may come."""
@@ -37,10 +37,10 @@ MARGIN = 1.1
 """A draft token must be expected to earn so many times what it costs."""
 TRIAL = 64
 """Steps until it is said whether drafts pay."""
-LOOK, LOOK_AGAIN, BURST = 32, 256, 8
+LOOK, LOOK_AGAIN, BURST = 32, 512, 8
 """Where drafts pay, two of so many steps go without them, for comparison; where they do not, a burst of some
 goes with them."""
-WORTH = 0.99
+WORTH = 0.95
 """Seconds a token with drafts, as a share of those without, from which on they do not pay."""
 FIRST_ROW, EXTRA = 5.3, 1.5
 """What a step costs beside its rows, and drafts beside theirs, in rows, until it is known better."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
+from torch.nn.functional import pad
 
 from earlyfusion.data.options import Options, verb
 from earlyfusion.data.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from earlyfusion.model.engine.requests import (
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
+from earlyfusion.model.layers import Experts
 from earlyfusion.pipeline.bench.engine import our_model
 from earlyfusion.pipeline.bench.frame import alternate, compared, numbers, save_record
 from earlyfusion.pipeline.config.compose import compose, load_config, validate
@@ -321,6 +323,8 @@ class DraftsOptions(Options):
     """of the answers"""
     tokens: PositiveInt = 256
     """most tokens of an answer"""
+    widen: PositiveInt = 1
+    """experts so many times as wide, filled up with zeros: the same answers at a larger model's cost"""
     rounds: PositiveInt = 5
     """rounds, each side once a round"""
     out: str = "runs/bench/drafts.json"
@@ -334,15 +338,40 @@ def draft_prompts(model: NativeFusion, tokenizer: Tokenizer, options: DraftsOpti
     return [prompt.encoded for prompt in pool.draw(options.groups, 0, slice(None), lambda table: table)]
 
 
+def widen(model: NativeFusion, times: int) -> None:
+    """Experts of so many times the width that do what they did: the rest of their weights is zero."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            # Gate rows first, then those of the other factor.
+            parts = module.gate_up_proj.detach().chunk(2, dim=1)
+            more = parts[0].shape[1] * (times - 1)
+            joined = torch.cat([pad(part, (0, 0, 0, more)) for part in parts], dim=1)
+            module.gate_up_proj = torch.nn.Parameter(joined)
+            module.down_proj = torch.nn.Parameter(pad(module.down_proj.detach(), (0, more)))
+
+
+def asked(prompts: Sequence[Prompt], answers: int, params: SamplingParams, name: str) -> list[Request]:
+    """As `rl/fleet` asks for them: every answer a request, those of a prompt with their noise in common.
+
+    name: of the round, whose answers are its own: an engine that has seen them would know what to draft."""
+    return [
+        Request(f"{name}/{i}/{k}", prompt, params, pieces=False, noise=f"{name}/{i}", numbers=(k,))
+        for i, prompt in enumerate(prompts)
+        for k in range(answers)
+    ]
+
+
 def in_turn(engines: dict[str, Engine], requests: Sequence[Request]) -> dict[str, float]:
     """Seconds of each engine, which take their steps in turn: a machine's pace changes from second to second,
     and both meet the same."""
-    spent = dict.fromkeys(engines, 0.0)
+    spent, order = dict.fromkeys(engines, 0.0), list(engines.items())
     for engine in engines.values():
         for request in requests:
             engine.submit(request)
     while any(engine.has_work for engine in engines.values()):
-        for side, engine in engines.items():
+        # Who goes first is slower by a fiftieth.
+        order.reverse()
+        for side, engine in order:
             begun = time.perf_counter()
             if engine.has_work:
                 engine.step()
@@ -358,16 +387,11 @@ def drafts(options: DraftsOptions) -> None:
     folder = model_folder(options.model)
     # As in a run: the compiled engine takes float32.
     model, tokenizer = load_model(folder, dtype=torch.float32).eval(), Tokenizer.load(folder)
+    widen(model, options.widen)
     prompts = draft_prompts(model, tokenizer, options)
     parts: Record = {}
     for size in numbers(options.sizes):
         params = SamplingParams(options.tokens, options.temperature, logprobs=True)
-        # As `rl/fleet` asks for them: every answer a request, a prompt's ones with their noise in common.
-        requests = [
-            Request(f"{i}/{k}", prompt, params, pieces=False, noise=str(i), numbers=(k,))
-            for i, prompt in enumerate(prompts)
-            for k in range(options.answers)
-        ]
         longest = max(len(prompt.ids) for prompt in prompts) + options.tokens
         pages = (size + 8) * (-(-longest // PAGE) + 2)
         engines = {
@@ -383,15 +407,18 @@ def drafts(options: DraftsOptions) -> None:
             for side, on in (("drafts", True), ("plain", False))
         }
         # Once for what is only slow at first: the odds and the costs of a run that has been going for long.
-        written = [[done.ids for done in engine.generate(requests)] for engine in engines.values()]
-        tokens, before = sum(map(len, written[0])), engines["drafts"].stats()
-        rounds = [in_turn(engines, requests) for _ in range(options.rounds)]
-        after = engines["drafts"].stats()
+        first = asked(prompts, options.answers, params, "first")
+        written = [[done.ids for done in engine.generate(first)] for engine in engines.values()]
+        before = engines["drafts"].stats()
+        rounds = []
+        for number in range(options.rounds):
+            rounds.append(in_turn(engines, asked(prompts, options.answers, params, str(number))))
+        new = engines["drafts"].stats() - before
         row: Record = {"ratio": statistics.median(one["plain"] / one["drafts"] for one in rounds)}
         for side in engines:
-            row[f"{side}: tokens/s"] = tokens / statistics.median(one[side] for one in rounds)
+            row[f"{side}: tokens/s"] = new["decoded_tokens"] / sum(one[side] for one in rounds)
         for name in ("drafted_tokens", "accepted_drafts"):
-            row[f"{name}/token"] = (after[name] - before[name]) / (tokens * options.rounds)
+            row[f"{name}/token"] = new[name] / new["decoded_tokens"]
         parts[f"{size} at once"] = row | {"same tokens": written[0] == written[1]}
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     show(f"answers of {options.model} ({millions:,.1f}M parameters) with drafts of siblings", parts)

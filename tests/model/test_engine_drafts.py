@@ -28,6 +28,7 @@ from earlyfusion.model.engine import drafts as automaton
 from earlyfusion.model.engine.drafts import Drafts, StepCost, SuffixAutomaton
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.layers import moe_layers
+from earlyfusion.rl.fleet.bench import widen
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 EVERY = {**SHAPES, **MORE_SHAPES}
@@ -251,3 +252,11 @@ def test_drafts_go_on_only_where_they_pay():
             drift = 1 + 0.5 * np.sin(step / 300) + rng.gauss(0, 0.1)
             drafts.account(8, 8, 8, drift * (pace if with_drafts else 1.0))
         assert least <= drafted / 20_000 <= most
+
+
+def test_wider_experts_say_the_same():
+    net, prompt, ids = model(3), tokens(9), list(range(20, 30))
+    small = trained_logits(net, prompt, ids)
+    widen(net, 3)
+    assert moe_layers(net)[0].experts.down_proj.shape[-1] == 3 * net.config.text.moe_intermediate_size
+    torch.testing.assert_close(trained_logits(net, prompt, ids), small, rtol=0, atol=1e-5)
