@@ -413,7 +413,8 @@ def drafts(options: DraftsOptions) -> None:
         rounds = []
         for number in range(options.rounds):
             rounds.append(in_turn(engines, asked(prompts, options.answers, params, str(number))))
-        new = engines["drafts"].stats() - before
+        after = engines["drafts"].stats()
+        new = {name: after[name] - before[name] for name in after}
         row: Record = {"ratio": statistics.median(one["plain"] / one["drafts"] for one in rounds)}
         for side in engines:
             row[f"{side}: tokens/s"] = new["decoded_tokens"] / sum(one[side] for one in rounds)
