@@ -51,7 +51,7 @@ int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 struct Tokens {
   const Recurrence& of;
   const int64_t K, V, head, keys, block, values;
-  Room q, k, alpha, g, v;
+  Workspace q, k, alpha, g, v;
   float beta[TIME], q_scale[TIME], k_scale[TIME], overlap[TIME];
 
   Tokens(const Recurrence& of, int64_t head)
@@ -138,7 +138,7 @@ void forward(const Recurrence& of, int64_t document, int64_t head) {
   Tokens x(of, head);
   const int64_t K = x.K, V = x.V, begin = of.offsets[document], end = of.offsets[document + 1];
   const int64_t own = (document * of.heads + head) * K * V;
-  Room S(K * x.values), o(TIME * x.values);
+  Workspace S(K * x.values), o(TIME * x.values);
   // The state [K, V] lies in blocks of columns.
   auto each_block = [&](auto copy) {
     for (int64_t c = 0; c < V; c += x.block) copy(c, std::min(x.block, V - c), &S[c * K]);
@@ -193,10 +193,14 @@ void rows_back(const Tokens& x, int64_t t, int64_t rows, const float* d_o, const
   vec qs[M], ks[M], as[M], to_q[M], to_k[M], to_g[M];
   if (N)
     for (int i = 0; i < M; i++) {
-      qs[i] = load(q + i * WIDTH), ks[i] = load(k + i * WIDTH), as[i] = load(alpha + i * WIDTH);
-      to_q[i] = load(dq + i * WIDTH), to_k[i] = load(dk + i * WIDTH), to_g[i] = load(dg + i * WIDTH);
+      qs[i] = load(q + i * WIDTH);
+      ks[i] = load(k + i * WIDTH);
+      as[i] = load(alpha + i * WIDTH);
+      to_q[i] = load(dq + i * WIDTH);
+      to_k[i] = load(dk + i * WIDTH);
+      to_g[i] = load(dg + i * WIDTH);
     }
-  for (int64_t r0 = 0; r0 < rows; r0 += ROWS, d_o += ROWS, delta += ROWS, ddelta += ROWS, U += ROWS * n, D += ROWS * n) {
+  for (int64_t left = rows; left > 0; left -= ROWS) {
     vec met[ROWS] = {}, kept[ROWS][M];
     for (int64_t i = 0; i < (N ? N : n / WIDTH); i++) {
       const vec qi = N ? qs[i] : load(q + i * WIDTH), ki = N ? ks[i] : load(k + i * WIDTH);
@@ -225,12 +229,28 @@ void rows_back(const Tokens& x, int64_t t, int64_t rows, const float* d_o, const
         g_sum += d * u;
         store(D + r * n + at, d * a);
       }
-      if (N) to_q[i] = q_sum, to_k[i] = k_sum, to_g[i] = g_sum;
-      else store(dq + at, q_sum), store(dk + at, k_sum), store(dg + at, g_sum);
+      if (N) {
+        to_q[i] = q_sum;
+        to_k[i] = k_sum;
+        to_g[i] = g_sum;
+      } else {
+        store(dq + at, q_sum);
+        store(dk + at, k_sum);
+        store(dg + at, g_sum);
+      }
     }
+    d_o += ROWS;
+    delta += ROWS;
+    ddelta += ROWS;
+    U += ROWS * n;
+    D += ROWS * n;
   }
   if (N)
-    for (int i = 0; i < M; i++) store(dq + i * WIDTH, to_q[i]), store(dk + i * WIDTH, to_k[i]), store(dg + i * WIDTH, to_g[i]);
+    for (int i = 0; i < M; i++) {
+      store(dq + i * WIDTH, to_q[i]);
+      store(dk + i * WIDTH, to_k[i]);
+      store(dg + i * WIDTH, to_g[i]);
+    }
 }
 
 // From a gradient of log decays to those of their input and parameters: A_log's and the bias' are added to, a number a channel.
@@ -254,8 +274,8 @@ void backward(const Recurrence& of, int64_t document, int64_t head) {
   const int64_t K = x.K, V = x.V, n = x.keys, begin = of.offsets[document], end = of.offsets[document + 1];
   const int64_t own = document * of.heads + head, step = of.heads * V;
   const int64_t block = std::min(x.values, std::max(ROWS, HISTORY / (TIME * n) / ROWS * ROWS));
-  Room D(x.values * n), U(TIME * block * n), S(block * n), d_o(TIME * x.values), delta(d_o), ddelta(d_o);
-  Room dq(TIME * n), dk(dq), dg(dq), rate_sum(n), bias_sum(n);
+  Workspace D(x.values * n), U(TIME * block * n), S(block * n), d_o(TIME * x.values), delta(d_o), ddelta(d_o);
+  Workspace dq(TIME * n), dk(dq), dg(dq), rate_sum(n), bias_sum(n);
   if (of.d_final)
     for (int64_t i = 0; i < K; i++)
       for (int64_t v = 0; v < V; v++) D[v * n + i] = of.d_final[(own * K + i) * V + v];
@@ -355,7 +375,7 @@ void forward(const Convolution& of, int64_t block) {
 void backward(const Convolution& of, int64_t block) {
   const Window at(of, block);
   const int64_t C = of.channels, W = of.width, last = std::min(at.stop, at.end + at.before);
-  Room dz((last - at.first) * CHANNELS);
+  Workspace dz((last - at.first) * CHANNELS);
   for (int64_t c = 0; c < C; c += CHANNELS) {
     const int64_t n = std::min(CHANNELS, C - c);
     // Of the rows behind the block, too, as far as they read rows of the block.

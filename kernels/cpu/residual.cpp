@@ -35,7 +35,7 @@ constexpr int64_t ROWS_OF_A_SUM = 256;
 
 float norm(const float* x, int64_t width, double eps) { return 1.0f / std::sqrt(dot(x, x, width) / width + float(eps)); }
 
-void mix(const Residual& of, int64_t row, Room& work) {
+void mix(const Residual& of, int64_t row, Workspace& work) {
   const int64_t n = of.sources, S = of.queries, D = of.width, at = row * D;
   float *r = work.data(), *s = r + n, *p = s + S * n, *dp = p + S * n;
   for (int64_t i = 0; i < n; i++) {
@@ -111,7 +111,7 @@ extern "C" {
 
 // Rows first .. end - 1; gradients of queries are added to.
 void residual_mix(const Residual* of, int64_t first, int64_t end) {
-  Room work(of->sources * (1 + 3 * of->queries));
+  Workspace work(of->sources * (1 + 3 * of->queries));
   for (int64_t row = first; row < end; row++) mix(*of, row, work);
 }
 void residual_merge(const Merging* of, int64_t first, int64_t end) {

@@ -26,7 +26,7 @@ struct Swiglu {
   float *dgate, *dup, *dweight;
 };
 
-void norm(const Norm& of, int64_t row, Room& work) {
+void norm(const Norm& of, int64_t row, Workspace& work) {
   const int64_t D = of.width, at = row * D;
   const float *x = of.x + at, *w = of.weight, *gate = of.gate ? of.gate + at : nullptr;
   const float r = 1.0f / std::sqrt(dot(x, x, D) / D + float(of.eps));
@@ -58,7 +58,7 @@ void norm(const Norm& of, int64_t row, Room& work) {
   map(D, dx, [=](int64_t c, auto get) { return r * (get(dx + c) - get(x + c) * along); });
 }
 
-void swiglu(const Swiglu& of, int64_t row, Room& work) {
+void swiglu(const Swiglu& of, int64_t row, Workspace& work) {
   const int64_t D = of.width;
   const float *gate = of.gate + row * of.step, *up = of.up + row * of.step, weight = of.weight ? of.weight[row] : 1.0f;
   float* y = of.y + row * D;
@@ -87,11 +87,11 @@ extern "C" {
 
 // Rows first .. end - 1; gradients of a norm's weight are added to.
 void norm_rows(const Norm* of, int64_t first, int64_t end) {
-  Room work(2 * of->width);
+  Workspace work(2 * of->width);
   for (int64_t row = first; row < end; row++) norm(*of, row, work);
 }
 void swiglu_rows(const Swiglu* of, int64_t first, int64_t end) {
-  Room work(of->width);
+  Workspace work(of->width);
   for (int64_t row = first; row < end; row++) swiglu(*of, row, work);
 }
 }

@@ -44,9 +44,9 @@ static inline float sum(vec v) {  // halves added to halves
 }
 
 // Zeros where a vector's address is a multiple of its size: one that lies across two lines of the cache is read twice.
-struct Room {
+struct Workspace {
   std::vector<vec> held;
-  explicit Room(int64_t n) : held((n + WIDTH - 1) / WIDTH) {}
+  explicit Workspace(int64_t n) : held((n + WIDTH - 1) / WIDTH) {}
   float* data() { return reinterpret_cast<float*>(held.data()); }
   const float* data() const { return reinterpret_cast<const float*>(held.data()); }
   float& operator[](int64_t i) { return data()[i]; }
