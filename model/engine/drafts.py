@@ -210,6 +210,8 @@ class GroupText:
         """Read what these, and those that were running before, have written since the last time."""
         for sample in {sample.key: sample for sample in self.running + running}.values():
             ids, (end, start) = sample.ids, self.known.get(sample.key, (self.begin, 0))
+            if start > len(ids):  # the same is asked again: its text begins anew
+                end, start = self.begin, 0
             if len(ids) - start > WINDOW:
                 start, end = len(ids) - WINDOW, 0
             for token in ids[start:]:
@@ -218,10 +220,11 @@ class GroupText:
         self.running = running
 
 
-def group_of(sample: Sample) -> str:
-    """Parts of one group, each a request of its own, share their noise."""
+def group_of(sample: Sample) -> str | None:
+    """Parts of one group, each a request of its own, share their noise. None: nothing is drafted, since a
+    stop string may end inside of a draft."""
     request = sample.parent.request
-    return request.noise or request.id
+    return None if request.params.stop else request.noise or request.id
 
 
 class Drafts:
@@ -241,30 +244,33 @@ class Drafts:
         """Draft tokens for every sample, [] where none would pay; None: nobody has any."""
         if not self.worth[len(running).bit_length()].asks():
             return None
-        # One that has written little has nothing to say; its prompt is read when it has.
-        members: dict[str, list[Sample]] = {}
-        for sample in running:
-            if not sample.parent.request.params.stop:
-                members.setdefault(group_of(sample), []).append(sample)
-        for name, samples in members.items():
-            if name not in self.groups and max(len(sample.ids) for sample in samples) >= BEGIN:
-                self.groups[name] = GroupText(samples[0].parent.ids)
         # A token is worth the share of a step that it spares; a row has to be likely enough for that.
         floor = MARGIN * len(running) * self.cost.share(len(running))
         # Where no draft could pay, nobody even reads: what was missed is read when fewer are running.
-        if floor >= 1 or self.groups.keys().isdisjoint(members):
+        if floor >= 1:
             return None
-        self._forget(members)
+        names = [group_of(sample) for sample in running]
+        members: dict[str, list[Sample]] = {}
+        for name, sample in zip(names, running):
+            if name is not None:
+                members.setdefault(name, []).append(sample)
+        for name, samples in members.items():
+            # One that has written little has nothing to say; its prompt is read when it has.
+            if name not in self.groups and max(len(sample.ids) for sample in samples) >= BEGIN:
+                self._forget(members)
+                self.groups[name] = GroupText(samples[0].parent.ids)
+        if self.groups.keys().isdisjoint(members):
+            return None
         for name, known in self.groups.items():
             if name in members or known.running:
                 known.catch_up(members.get(name, []))
         drafts: list[list[int]] = []
         self.kinds = []
         earned = 0.0
-        for sample in running:
+        for name, sample in zip(names, running):
             ids, kinds = list[int](), list[int]()
-            group = self.groups.get(group_of(sample))
-            if group is not None and not sample.parent.request.params.stop:
+            group = self.groups.get(name) if name is not None else None
+            if group is not None:
                 earned += self._draft(sample, group, floor, ids, kinds)
             drafts.append(ids)
             self.kinds.append(kinds)

@@ -183,6 +183,12 @@ def test_an_answer_learns_from_those_of_its_group_that_began_before(pausing, mon
     # The end of the last one is read when somebody drafts again.
     assert sorted(read for _, read in text.known.values())[1:] == [40] * 3 and len(text.known) == 4
 
+    # What is asked again is written anew, from its own beginning.
+    steps = engine.stats()["host_syncs"]
+    (again,) = engine.generate([others[0]])
+    # The prompt with one token, then 39 at sixteen a step.
+    assert again.ids == said.ids and engine.stats()["host_syncs"] - steps == 4
+
     monkeypatch.setattr("earlyfusion.model.engine.drafts.KEPT", 0)
     engine.generate(of_one_group(tokens(30, 4), params, 2, "another"))
     assert list(engine.drafts.groups) == ["another"]
