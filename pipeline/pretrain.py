@@ -177,9 +177,9 @@ class Pretraining:
             # Log it, unless the guard sent the run back to a checkpoint.
             if not (step.refused and self.rolled_back(step.verdict)):
                 self.log(stage.name, loss, lr, step)
-                if self.step < self.total and self.stages.mixture(self.step) != self.stages.mixture(
-                    self.step - 1
-                ):
+                # What the next step reads, beside what this one read.
+                following, read = self.stages.mixture(self.step), self.stages.mixture(self.step - 1)
+                if self.step < self.total and following != read:
                     self.guard.new_stage()
 
             # Stop on a signal; evaluate and save every so often.

@@ -40,7 +40,7 @@ from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 KEPT = "transformers-kept"
-"""The same with glibc keeping freed memory, as our verbs tell it."""
+"""transformers with glibc keeping freed memory, as our verbs tell it for ours."""
 SHARED = (
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads"
     " num_shared_experts routed_scaling_factor kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim"

@@ -308,6 +308,10 @@ def rollouts(options: RolloutsOptions) -> None:
     save_record(options.out, options.model_dump(mode="json"), comparison=columns, **parts)
 
 
+PREFIXES = 8
+"""Prompts that stay read for later answers, in `bench drafts`."""
+
+
 class DraftsOptions(Options):
     model: str = "embedded:orchestrator"
     """model directory, or embedded:NAME"""
@@ -316,7 +320,7 @@ class DraftsOptions(Options):
     groups: PositiveInt = 8
     """prompts"""
     answers: PositiveInt = 16
-    """to a prompt"""
+    """answers to a prompt"""
     sizes: str = "1,2,4,8,16"
     """answers at once"""
     temperature: NonNegativeFloat = 1.0
@@ -353,7 +357,8 @@ def widen(model: NativeFusion, times: int) -> None:
 def asked(prompts: Sequence[Prompt], answers: int, params: SamplingParams, name: str) -> list[Request]:
     """As `rl/fleet` asks for them: every answer a request, those of a prompt with their noise in common.
 
-    name: of the round, whose answers are its own: an engine that has seen them would know what to draft."""
+    name: of the round, whose answers are its own: an engine that has seen them would know what to draft.
+    """
     return [
         Request(f"{name}/{i}/{k}", prompt, params, pieces=False, noise=f"{name}/{i}", numbers=(k,))
         for i, prompt in enumerate(prompts)
@@ -393,7 +398,7 @@ def drafts(options: DraftsOptions) -> None:
     for size in numbers(options.sizes):
         params = SamplingParams(options.tokens, options.temperature, logprobs=True)
         longest = max(len(prompt.ids) for prompt in prompts) + options.tokens
-        pages = (size + 8) * (-(-longest // PAGE) + 2)
+        pages = (size + PREFIXES) * (-(-longest // PAGE) + 2)
         engines = {
             side: Engine(
                 model,
@@ -401,7 +406,7 @@ def drafts(options: DraftsOptions) -> None:
                 max_slots=size,
                 page_size=PAGE,
                 max_pages=pages,
-                prefix_cache=8,
+                prefix_cache=PREFIXES,
                 speculate=on,
             )
             for side, on in (("drafts", True), ("plain", False))

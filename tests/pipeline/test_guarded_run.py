@@ -143,10 +143,12 @@ def test_another_mixture_inside_a_stage_has_another_loss(training, monkeypatch):
     run = training(*((f"stages.short.{key}", value) for key, value in stage), ("run.steps", 5))
     assert [run.stages.mixture(step) for step in range(8)] == [(0, 0)] * 3 + [(0, 1)] * 3 + [(1, 0)] * 2
     # What it holds a loss against, before every step.
-    lengths = []
-    real = run.guard.check
-    monkeypatch.setattr(
-        run.guard, "check", lambda *a, **k: (lengths.append(len(run.guard.history)), real(*a, **k))[1]
-    )
+    lengths, real = [], run.guard.check
+
+    def check(*given, **options):
+        lengths.append(len(run.guard.history))
+        return real(*given, **options)
+
+    monkeypatch.setattr(run.guard, "check", check)
     assert run.train() == EXIT_OK
     assert lengths == [0, 1, 2, 0, 1]
