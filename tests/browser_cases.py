@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from earlyfusion.eval.website.browser import find_browser
+from earlyfusion.eval.website.browser import find_browser, modest
 from earlyfusion.kernels.errors import UserError
 
 
@@ -32,7 +32,7 @@ def served(app):
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(tmp_path_factory):
     api = pytest.importorskip("playwright.sync_api", reason="pages are tested with playwright: pip install")
     with api.sync_playwright() as made:
         try:
@@ -41,6 +41,7 @@ def browser():
             pytest.skip(str(missing))
         # Chromium's own sandbox does not start for root.
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
+        found = modest(found, tmp_path_factory.mktemp("browser"))
         yield made.chromium.launch(executable_path=found, args=words)
 
 

@@ -1,5 +1,6 @@
 """One torch thread per test process: two-thread jobs collapse when both cores are busy."""
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,25 @@ torch.set_num_threads(1)
 LONG = (
     "test_hostile.py test_readme.py test_serve_attacks.py test_emulated_gpu.py test_triton_model.py".split()
 )
+
+
+HANGS = 900
+"""Seconds of a test after which it is taken for one that will never end: its process says where it stands and
+goes, and the suite goes on without it."""
+
+
+def pytest_configure(config):
+    # While a test runs its own place is taken by what pytest captures.
+    config.terminal = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.terminal)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(config, items):

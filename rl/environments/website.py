@@ -26,7 +26,7 @@ from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step
 
 UNREAD = "That is no page: {why} Write it again."
 KEPT = 512
-"""Wanted pages whose views are kept."""
+"""Pages whose views are kept."""
 
 
 @environment("website")
@@ -59,7 +59,7 @@ class Website(Environment):
             why = f"{error}."
         found: Score = NOTHING
         if view is not None:
-            found = score(view, await self._reference())
+            found = score(view, await rendered(self.wanted, self.pixels))
         gain, self.paid = found.mean - self.paid, found.mean
         counts = {"rendered": int(view is not None)}
         if not self.left:
@@ -70,20 +70,10 @@ class Website(Environment):
             said.insert(0, Image(view.picture))
         return Step([Message("user", tuple(said))], gain, False, counts)
 
-    async def _reference(self) -> View:
-        """The wanted page, rendered once for all answers to it."""
-        kept = _wanted.setdefault(asyncio.get_running_loop(), OrderedDict())
-        key = (self.wanted, self.pixels)
-        if key not in kept:
-            # A future at once: of the answers to one page that end together, one renders.
-            kept[key] = asyncio.ensure_future(rendered(self.wanted, self.pixels))
-            while len(kept) > KEPT:
-                kept.popitem(last=False)
-        return await asyncio.shield(kept[key])
 
-
-_wanted: dict[Any, OrderedDict[Any, asyncio.Future[View]]] = {}
-_browsers: dict[Any, tuple[Renderer, AsyncIterator[None]]] = {}
+Views = OrderedDict[tuple[str, bool], asyncio.Future[View]]
+"""Of pages by their text and whether with pixels: the last KEPT."""
+_browsers: dict[Any, tuple[Renderer, Views, AsyncIterator[None]]] = {}
 
 
 async def _closing(loop: Any, renderer: Renderer) -> AsyncIterator[None]:
@@ -91,16 +81,23 @@ async def _closing(loop: Any, renderer: Renderer) -> AsyncIterator[None]:
         yield
     finally:
         del _browsers[loop]
-        _wanted.pop(loop, None)
         await renderer.close()
 
 
 async def rendered(html: str, pixels: bool) -> View:
-    """A page by the one browser of this loop. Raises PageError."""
+    """A page by the one browser of this loop, once for all who ask: answers to a page want the same one, and
+    many are the same. Raises PageError."""
     loop = asyncio.get_running_loop()
     if loop not in _browsers:
         renderer = Renderer(timeout_s=20)
         # A loop closes its generators when it ends, so the browser ends with its loop.
-        _browsers[loop] = renderer, (ending := _closing(loop, renderer))
+        _browsers[loop] = renderer, OrderedDict(), (ending := _closing(loop, renderer))
         await anext(ending)
-    return await _browsers[loop][0].render(html, pixels=pixels)
+    (renderer, views, _), key = _browsers[loop], (html, pixels)
+    if key not in views:
+        # A future at once: of those that ask together, one renders.
+        views[key] = asyncio.ensure_future(renderer.render(html, pixels=pixels))
+        while len(views) > KEPT:
+            views.popitem(last=False)
+    views.move_to_end(key)
+    return await asyncio.shield(views[key])
