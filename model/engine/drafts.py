@@ -17,8 +17,9 @@ do not, the engine goes without them but for a short look now and then.
 from __future__ import annotations
 
 from bisect import bisect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Container, Sequence
+from statistics import median
 
 from earlyfusion.model.engine.scheduler import Sample
 
@@ -36,10 +37,12 @@ tokens."""
 MARGIN = 1.1
 """A draft token must be expected to earn so many times what it costs."""
 TRIAL = 64
-"""Steps until it is said whether drafts pay."""
-LOOK, LOOK_AGAIN, BURST = 32, 512, 8
-"""Where drafts pay, two of so many steps go without them, for comparison; where they do not, a burst of some
-goes with them."""
+"""Steps until it is said whether drafts pay; fewer where they clearly do not."""
+LOOK, LOOK_AGAIN, SELDOM, BURST = 64, 512, 8192, 8
+"""Where drafts pay, four of so many steps go without them, for comparison; where they do not, a burst of some
+goes with them, after twice as many steps every time, up to SELDOM."""
+PAIRS = 17
+"""Comparisons of steps with drafts and without that are remembered."""
 WORTH = 0.95
 """Seconds a token with drafts, as a share of those without, from which on they do not pay."""
 FIRST_ROW, EXTRA = 5.3, 1.5
@@ -164,27 +167,38 @@ class StepCost:
 
 
 class Worth:
-    """Whether drafts pay, in batches of about one size: seconds a token of steps with them and of steps
-    without, taken in turn, since a machine's pace changes from second to second."""
+    """Whether drafts pay, in batches of about one size: seconds a token of steps with them over those of the
+    steps without that follow, since a machine's pace changes from second to second. timed: whether the step
+    counts."""
 
     def __init__(self) -> None:
         self.steps = self.burst = 0
+        self.rest, self.timed = LOOK_AGAIN, True
+        self.ratios, self.ratio = deque[float](maxlen=PAIRS), 1.0
         self.sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
     @property
     def pays(self) -> bool:
-        (with_s, with_tokens), (plain_s, plain_tokens) = self.sums[True], self.sums[False]
-        return with_s * plain_tokens < WORTH * plain_s * with_tokens
+        return self.ratio < WORTH
 
     def asks(self) -> bool:
         """Whether the next step is to have drafts."""
         self.steps += 1
-        if self.steps <= TRIAL:
+        self.timed = True
+        lost = len(self.ratios) >= 4 and self.ratio * WORTH > 1
+        if self.steps <= TRIAL and not lost:
             drafting = self.steps % 4 > 0
         elif self.pays:
-            drafting = self.steps % LOOK > 1
+            drafting, self.rest = self.steps % LOOK > 3, LOOK_AGAIN
         else:
-            drafting = self.steps % LOOK_AGAIN < BURST
+            place = self.steps % self.rest
+            # As many without beside the burst; for all the others the clock alone would cost a hundredth.
+            drafting, self.timed = place < BURST, place < 2 * BURST
+            if place == 2 * BURST:
+                self._compare()
+                self.rest = min(2 * self.rest, SELDOM) if self.ratios[-1] > WORTH else LOOK
+        if drafting and not self.burst:
+            self._compare()
         self.burst = self.burst + 1 if drafting else 0
         return drafting
 
@@ -192,7 +206,16 @@ class Worth:
         """What the step gave and took. The first of several with drafts reads what was written before."""
         if self.burst != 1:
             sums = self.sums[self.burst > 0]
-            sums[0], sums[1] = 0.995 * sums[0] + seconds, 0.995 * sums[1] + tokens
+            sums[0], sums[1] = sums[0] + seconds, sums[1] + tokens
+
+    def _compare(self) -> None:
+        """Steps with drafts, and those without behind them."""
+        (with_s, with_tokens), (plain_s, plain_tokens) = self.sums[True], self.sums[False]
+        if with_tokens and plain_tokens:
+            self.ratios.append(with_s * plain_tokens / (plain_s * with_tokens))
+            # One that somebody else's work fell into says nothing.
+            self.ratio = median(self.ratios)
+        self.sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
 
 class GroupText:
@@ -326,5 +349,7 @@ class Drafts:
 
     def account(self, samples: int, rows: int, tokens: int, seconds: float) -> None:
         """What a step took, everything about drafts in it, for so many samples, rows and tokens."""
-        self.cost.learn(rows, seconds)
-        self.worth[samples.bit_length()].learn(tokens, seconds)
+        worth = self.worth[samples.bit_length()]
+        if worth.timed:
+            self.cost.learn(rows, seconds)
+            worth.learn(tokens, seconds)
