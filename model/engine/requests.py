@@ -146,7 +146,8 @@ class Request:
     capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell
     tokens and text as they come; without, a sample has one event, its end with the completion, and less is
     done for every token. keep_state: a sample that is not cancelled leaves its state behind (`Event.left`),
-    for a request that goes on from it. numbers: of the samples, for their noise, where not 0 to n - 1.
+    for a request that goes on from it; "cut": only one that its token limit ended. numbers: of the samples,
+    for their noise, where not 0 to n - 1.
 
     Raises RequestError for numbers that are not n.
     """
@@ -158,7 +159,7 @@ class Request:
     capture_routing: bool = False
     noise: str = ""
     pieces: bool = True
-    keep_state: bool = False
+    keep_state: bool | Literal["cut"] = False
     numbers: Sequence[int] = ()
 
     def __post_init__(self) -> None:

@@ -607,7 +607,8 @@ class Scheduler:
         # What a running sample leaves behind: its state for who goes on from it, a beginning for the cache.
         left = None
         if sample in self.running:
-            if request.keep_state and reason != "cancelled":
+            kept = request.keep_state and reason != "cancelled"
+            if kept and (request.keep_state != "cut" or reason == "length"):
                 left = sample.paused(self.pools.export(sample.slot, sample.pages, sample.length))
             if reason != "cancelled":
                 known = np.concatenate([state.key_ids, np.array(sample.ids, dtype=np.int64)])

@@ -389,7 +389,7 @@ class Fleet:
             noise=request.noise or request.id,
             numbers=[numbers[job.index] for job in jobs],
             params=replace(request.params, n=len(jobs), max_new_tokens=first.written + tokens),
-            keep_state=True,
+            keep_state=request.keep_state or "cut",
         )
         self.parts[name] = list(jobs)
         samples = [replace(job.state, index=job.place) for job in jobs]

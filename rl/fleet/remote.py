@@ -116,28 +116,33 @@ NOTHING = TokenPrompt(torch.zeros(1, dtype=torch.long))
 """In the place of a prompt that the other side has."""
 
 
-def send_event(wire: Wire, event: Event, version: int) -> None:
-    """Tell what became known of a sample."""
-    message = {"do": "event", "id": event.request_id, "index": event.index, "tokens": event.tokens}
-    if event.completion is None:
-        wire.send(message)
-        return
-    left = [] if event.left is None else [event.left]
-    told = PausedRequest(Request(event.request_id, NOTHING), left, [event.completion], version)
-    wire.send(message, *told.to_bytes())
+def send_events(wire: Wire, events: Sequence[Event], version: int) -> None:
+    """Tell what became known in a step: one message, whose completions and states lie together."""
+    told = [
+        (one.request_id, one.index, one.tokens, one.completion is not None, one.left is not None)
+        for one in events
+    ]
+    done = [one.completion for one in events if one.completion is not None]
+    left = [one.left for one in events if one.left is not None]
+    parts = PausedRequest(Request("", NOTHING), left, done, version).to_bytes() if done else ()
+    wire.send({"do": "events", "events": told}, *parts)
 
 
-def event_from(message: Record, facts: bytes, tensors: bytes) -> Event:
+def events_from(message: Record, facts: bytes, tensors: bytes) -> list[Event]:
     """The reverse."""
-    told = []
-    for id, logprob, logprob1, version, top in message["tokens"]:
-        told.append(Token(id, logprob, logprob1, version, tuple((one, value) for one, value in top)))
-    event = Event(message["id"], message["index"], tuple(told), "")
-    if facts:
-        paused = PausedRequest.from_bytes(facts, tensors)
-        (event.completion,) = paused.finished
-        event.left = paused.samples[0] if paused.samples else None
-    return event
+    parts = (
+        PausedRequest.from_bytes(facts, tensors) if facts else PausedRequest(Request("", NOTHING), [], [], 0)
+    )
+    done, left = iter(parts.finished), iter(parts.samples)
+    events = []
+    for request_id, index, tokens, ended, kept in message["events"]:
+        known = [
+            Token(id, logprob, logprob1, version, tuple((one, value) for one, value in top))
+            for id, logprob, logprob1, version, top in tokens
+        ]
+        completion = next(done) if ended else None
+        events.append(Event(request_id, index, tuple(known), "", completion, next(left) if kept else None))
+    return events
 
 
 # ---- the engine's process
@@ -179,8 +184,9 @@ def serve(options: Record, told: Any) -> None:
             while not engine.has_work or wire.waits():
                 if engine.has_work or wire.waits(1.0):
                     answer(wire, engine, replica)
-            for event in engine.step():
-                send_event(wire, event, engine.scheduler.version)
+            events = engine.step()
+            if events:
+                send_events(wire, events, engine.scheduler.version)
 
 
 def the_fleet(listening: socket.socket, token: str) -> Wire:
@@ -315,7 +321,7 @@ class Remote:
     def step(self) -> list[Event]:
         """What has arrived."""
         while (found := self._next()) is not None:
-            self.told.append(event_from(*found))
+            self.told += events_from(*found)
         events, self.told = self.told, []
         return events
 
@@ -324,7 +330,7 @@ class Remote:
         while (found := self._next(ANSWER_S)) is not None:
             if found[0]["do"] == expected:
                 return found
-            self.told.append(event_from(*found))
+            self.told += events_from(*found)
         raise TimeoutError(f"an engine did not answer in {ANSWER_S:g} s")
 
     def pause(self, request_id: str) -> tuple[PausedRequest | None, list[Event]]:
