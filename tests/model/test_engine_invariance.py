@@ -117,6 +117,17 @@ def test_a_state_of_another_model_and_damaged_bytes_are_refused():
             PausedRequest.from_bytes(*wrong)
 
 
+def test_states_are_kept_of_all_or_of_those_alone_that_are_cut():
+    stops = tuple(range(20, 300, 3))
+    for keep, reasons in ((True, {"stop", "length"}), ("cut", {"length"}), (False, set())):
+        engine = engine_of(model(1))
+        for request in requests([9, 14], drawn(4, n=8, stop_ids=stops)):
+            engine.submit(replace(request, keep_state=keep))
+        ended = [event for _ in range(9) for event in engine.step() if event.completion is not None]
+        assert {event.completion.finish_reason for event in ended} == {"stop", "length"}
+        assert {event.completion.finish_reason for event in ended if event.left is not None} == reasons
+
+
 def test_a_prompt_that_goes_on_from_what_another_left_is_read_from_there_alone():
     """A picture, an answer that stops, then words of somebody else. Oracles: the whole prompt read anew, and
     the same with other requests beside it."""
