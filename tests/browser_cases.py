@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from earlyfusion.eval.website.browser import find_browser, modest
+from earlyfusion.eval.website.browser import find_browser, without_priority
 from earlyfusion.kernels.errors import UserError
 
 
@@ -41,7 +41,7 @@ def browser(tmp_path_factory):
             pytest.skip(str(missing))
         # Chromium's own sandbox does not start for root.
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
-        found = modest(found, tmp_path_factory.mktemp("browser"))
+        found = without_priority(found, tmp_path_factory.mktemp("browser"))
         yield made.chromium.launch(executable_path=found, args=words)
 
 

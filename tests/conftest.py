@@ -43,6 +43,11 @@ def pytest_runtest_protocol(item):
         faulthandler.cancel_dump_traceback_later()
 
 
+def pytest_enter_pdb(config):
+    # Who looks for a mistake has time.
+    faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_collection_modifyitems(config, items):
     # The longest first: at the end one core would wait for the other.
     items.sort(key=lambda item: item.path.name not in LONG)

@@ -118,13 +118,17 @@ def find_browser() -> str:
     return found
 
 
-def modest(browser: str, folder: Path) -> str:
+def without_priority(browser: str, folder: Path) -> str:
     """A command in that folder that starts the browser without root's right to go before other processes,
-    which Chromium would take (niceness -8)."""
+    which Chromium would take (niceness -8); with it where root may not give it up."""
     if os.geteuid() or not shutil.which("setpriv"):
         return browser
     path = folder / "browser"
-    path.write_text(f'#!/bin/sh\nexec setpriv --bounding-set -sys_nice {shlex.quote(browser)} "$@"\n')
+    drop = "setpriv --bounding-set -sys_nice"
+    path.write_text(
+        f"#!/bin/sh\n{drop} true 2>/dev/null && drop='{drop}' || drop=\n"
+        f'exec $drop {shlex.quote(browser)} "$@"\n'
+    )
     path.chmod(0o700)
     return str(path)
 
@@ -189,7 +193,7 @@ class Renderer:
             self.play = await async_playwright().start()
             words = [*FLAGS, UNRESOLVED, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
             self.browser = await self.play.chromium.launch(
-                executable_path=modest(self.path, folder),
+                executable_path=without_priority(self.path, folder),
                 args=words,
                 env=outside | {"FONTCONFIG_FILE": str(fonts_file(folder)), "HOME": str(folder)},
             )

@@ -40,7 +40,7 @@ TRIAL = 64
 """Steps until it is said whether drafts pay; fewer where they clearly do not."""
 LOOK, LOOK_AGAIN, SELDOM, BURST = 64, 512, 8192, 8
 """Where drafts pay, four of so many steps go without them, for comparison; where they do not, a burst of some
-goes with them, after twice as many steps every time, up to SELDOM."""
+goes with them, after twice as many steps every time, up to SELDOM; soon again after one that paid."""
 PAIRS = 17
 """Comparisons of steps with drafts and without that are remembered."""
 WORTH = 0.95
@@ -177,10 +177,6 @@ class Worth:
         self.ratios, self.ratio = deque[float](maxlen=PAIRS), 1.0
         self.sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
 
-    @property
-    def pays(self) -> bool:
-        return self.ratio < WORTH
-
     def asks(self) -> bool:
         """Whether the next step is to have drafts."""
         self.steps += 1
@@ -188,7 +184,7 @@ class Worth:
         lost = len(self.ratios) >= 4 and self.ratio * WORTH > 1
         if self.steps <= TRIAL and not lost:
             drafting = self.steps % 4 > 0
-        elif self.pays:
+        elif self.ratio < WORTH:
             drafting, self.rest = self.steps % LOOK > 3, LOOK_AGAIN
         else:
             place = self.steps % self.rest

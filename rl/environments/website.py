@@ -25,7 +25,7 @@ from earlyfusion.eval.website.score import NOTHING, Score, score
 from earlyfusion.rl.environments.base import Environment, EnvironmentFault, Step, environment
 
 UNREAD = "That is no page: {why} Write it again."
-KEPT = 512
+KEPT = 256
 """Pages whose views are kept."""
 
 
@@ -100,4 +100,9 @@ async def rendered(html: str, pixels: bool) -> View:
         while len(views) > KEPT:
             views.popitem(last=False)
     views.move_to_end(key)
-    return await asyncio.shield(views[key])
+    try:
+        return await asyncio.shield(views[key])
+    except PageError:
+        # On a machine that was busy, it may do the next time.
+        views.pop(key, None)
+        raise

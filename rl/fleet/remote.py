@@ -130,10 +130,8 @@ def send_events(wire: Wire, events: Sequence[Event], version: int) -> None:
 
 def events_from(message: Record, facts: bytes, tensors: bytes) -> list[Event]:
     """The reverse."""
-    parts = (
-        PausedRequest.from_bytes(facts, tensors) if facts else PausedRequest(Request("", NOTHING), [], [], 0)
-    )
-    done, left = iter(parts.finished), iter(parts.samples)
+    parts = PausedRequest.from_bytes(facts, tensors) if facts else None
+    done, left = (iter(parts.finished), iter(parts.samples)) if parts else (iter(()), iter(()))
     events = []
     for request_id, index, tokens, ended, kept in message["events"]:
         known = [
