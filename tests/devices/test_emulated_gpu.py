@@ -82,9 +82,10 @@ def test_pretraining(emulated, tmp_path):
                 assert layers.pop(place) == times
         assert not layers
     expected = """
-        prep forward_scan dual_scan chunk_gradients conv_forward conv_backward phase1_forward phase1_backward
-        query_gradient merge_forward merge_backward flash_forward flash_backward_keys flash_backward_queries
-        largest_logits gate_up_swiglu grouped_product clear_idle combine row_statistics row_gradient rope
+        prep pair_scores forward_scan dual_scan pair_gradients chunk_gradients conv_forward
+        conv_backward phase1_forward phase1_backward query_gradient merge_forward merge_backward
+        flash_forward flash_backward_keys flash_backward_queries largest_logits gate_up_swiglu
+        grouped_product clear_idle combine row_statistics row_gradient rope
     """
     assert set(expected.split()) <= set(dry["launches"]) and not gpu["launches"] and not dry["unguarded"]
 

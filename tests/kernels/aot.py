@@ -103,7 +103,8 @@ def use_kda(
 
 def kda() -> Iterator[Use]:
     """Both gates for each head shape in bfloat16, whole documents and segments of them, few documents and
-    many; the smaller chunks; one shape in float16, two in float32. One decode step."""
+    many, these with states and without; the smaller chunks; one shape in float16, two in float32. One decode
+    step."""
     half = (128, 128, BF16)
     segmented: Any = {"segment_chunks": 1}
     for key_dim, value_dim in ((32, 32), (64, 64), (128, 128), (256, 256), (128, 256), (64, 128)):
@@ -112,6 +113,7 @@ def kda() -> Iterator[Use]:
             call = partial(use_kda, *shape, 1, True, **segmented, lower_bound=bound)
             yield "kda", f"{label} bound {bound}", call
         yield "kda", f"{label} crowded", partial(use_kda, *shape, 5, True, segment_chunks=0)
+        yield "kda", f"{label} alone", partial(use_kda, *shape, 5, False, segment_chunks=0)
     for count in (0, 1):
         yield "kda", f"bfloat16 stateless {count}", partial(use_kda, *half, 1, False, segment_chunks=count)
     for chunk in (16, 32):

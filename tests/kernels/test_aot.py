@@ -15,7 +15,7 @@ OPERATIONS = [
     "kda",
     "kda_decode short_conv attention qkv_rope mla_decode attnres moe_experts loss newton_schulz",
 ]
-KDA_PRODUCTS = ("prep", "chunk_gradients", "forward_scan", "dual_scan", "transition", "combine")
+KDA_PRODUCTS = "pair_scores pair_gradients chunk_gradients forward_scan dual_scan transition combine".split()
 SHAPES = ("K32 V32", "K64 V64", "K128 V128", "K256 V256", "K128 V256", "K64 V128")
 
 
@@ -43,7 +43,8 @@ def test_no_kernel_spills(operations):
     for arch in ("90", "80"):
         # The columns: name, arch, warps, registers, spills, shared memory, cores.
         assert all(row[4] == "0" for row in rows)
-        found = {row[0]: row[6] for row in rows if row[1] == arch}
+        # The first launch of KDA multiplies nothing.
+        found = {row[0]: row[6] for row in rows if row[1] == arch and not row[0].startswith("prep ")}
         if operations != "kda":
             assert arch == "80" or found["symmetric_tiles 1 None"] == "wgmma"
             continue
@@ -53,7 +54,7 @@ def test_no_kernel_spills(operations):
         assert "-" not in found.values()
         # Chunks of 64, but for the joins, whose products have K rows (32 at least, a warp group wants 64).
         large = {found[name] for name in found if "bfloat16 K128 V128" in name and name[:7] != "combine"}
-        assert arch == "80" or large == {found["prep bfloat16 K64 V64 bound -5.0"]} == {"wgmma"}
+        assert arch == "80" or large == {found["pair_scores bfloat16 K64 V64 bound -5.0"]} == {"wgmma"}
 
 
 @pytest.mark.slow
@@ -72,14 +73,15 @@ for name in {" ".join(OPERATIONS).split()}:
 def test_the_clamp_of_the_gate_lets_nan_through():
     """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read.
     A dropped NaN would become a full decay, and the run would go on with finite numbers."""
-    # -40 in float32 is 0xC2200000, the clamp.
+    # The clamps -40 and, with operands of 16 bits, -15.75 in float32.
     code = """
 import re
 rows = compile_operation("kda_decode", 90, "K64")
 for kernel in ("prep", "chunk_gradients"):
     rows += compile_operation("kda", 90, kernel + " bfloat16 K64 V64 bound")
 for row in rows:
-    kept, dropped = (len(re.findall(rf"max\\.{nan}f32.*0fC2200000", row.ptx)) for nan in (r"NaN\\.", ""))
+    clamps = "f32.*0fC(2200000|17C0000)"
+    kept, dropped = (len(re.findall(rf"max\\.{nan}{clamps}", row.ptx)) for nan in (r"NaN\\.", ""))
     print(kept, dropped, row.name)
 """
     found = [line.split(maxsplit=2) for line in printed(code)]
@@ -88,7 +90,7 @@ for row in rows:
 
 def test_a_kernel_that_spills_is_caught():
     """The same kernel under a cap of 96 registers has to spill, and the table has to say so."""
-    only = "prep bfloat16 K64 V64 bound -"
+    only = "pair_scores bfloat16 K64 V64 bound -"
     compiled = f"compile_operation('kda', 90, {only!r}, maxnreg=96, num_stages=1)"
     spills, fits = printed(f"for row in {compiled}: print(row.spills, row.fits)")[-1].split()
     assert int(spills) > 0 and fits == "False"

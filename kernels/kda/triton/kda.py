@@ -1,10 +1,10 @@
-"""Kimi Delta Attention in Triton: two launches forward, three backward, for any gate.
+"""Kimi Delta Attention in Triton: three launches forward, four backward, for any gate.
 
-Forward: token-parallel preparation (kernels/kda/triton/prep.py), then scan and output in residual form
-(kernels/kda/triton/scan.py). Backward: the preparation again, both scans in one launch, then every gradient
-of a chunk in one (kernels/kda/triton/prep.py). Saved in between: the inputs, and with segments their first
-states. Where documents times heads are too few to fill the device, each direction gets two more launches that
-make segments of a document independent.
+Forward: preparation of tokens and scores of pairs (kernels/kda/triton/prep.py), then scan and output in
+residual form (kernels/kda/triton/scan.py). Backward: the preparation again, both scans in one launch, then
+the gradients of chunks in two (kernels/kda/triton/gradients.py). Saved in between: inputs and output, P and T
+of the pairs, and with segments their first states. Where documents times heads are too few to fill the
+device, each direction gets two more launches that make segments of a document independent.
 
 Definition: kernels/kda/naive.py. Legend: T tokens, D documents, J runs, N chunks, C tokens per chunk, H
 query/key heads, G value heads, K key dim, V value dim.
@@ -30,14 +30,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.triton.prep import chunk_gradients, prep
+from earlyfusion.kernels.kda.triton.gradients import chunk_gradients, pair_gradients
+from earlyfusion.kernels.kda.triton.prep import pair_scores, prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, constant, dot_dtype, hardware, interpreted, on_device
 from earlyfusion.kernels.segments import FLOATS, Inputs, Segments, check_kda, check_shapes, check_tensors
 
 FP32 = torch.float32
-MOST_NATS = 80.0
-"""Between a token and the first of its block, where float32 ends at 88."""
+BLOCK = 16
+"""Tokens whose pairs meet in one product: BLOCK of kernels/kda/triton/prep.py."""
 
 
 class Options(NamedTuple):
@@ -56,9 +57,10 @@ class Sizes(NamedTuple):
     K: int
     V: int
     C: int
+    LEVELS: int  # C = 2^LEVELS
     GROUP: int  # value heads per query/key head
     BOUNDED: bool
-    BLOCKS: bool  # pairs inside a block of 16 tokens meet in one product
+    BLOCKS: bool  # pairs inside a block of 16 tokens meet in one product, and decays are clamped for it
     DOT: Any  # dtype of the operands of products
     INV: Any  # and of those inside the triangular inverse
     PREC: Any  # how operands in float32 are multiplied
@@ -84,9 +86,22 @@ class Prepared(NamedTuple):
     q_hat: Tensor
     k_hat: Tensor
     k_tail: Tensor
+    carry: Tensor
+
+
+class Decays(NamedTuple):
+    """Of every token: G, in float32, and 1 / |q|, 1 / |k|."""
+
+    sums: Tensor
+    norm_q: Tensor
+    norm_k: Tensor
+
+
+class Scores(NamedTuple):
+    """Of the pairs of every chunk: what queries read, and the inverse of what keys do."""
+
     P: Tensor
     T: Tensor
-    carry: Tensor
 
 
 class Scanned(NamedTuple):
@@ -96,6 +111,17 @@ class Scanned(NamedTuple):
     dstates: Tensor
     residual: Tensor
     E: Tensor
+
+
+class Pairs(NamedTuple):
+    """What the gradients of all key channels need of the values: of every pair of a chunk, and per token."""
+
+    dP: Tensor
+    dA: Tensor
+    blocks: Tensor | None  # [T, G, 4, BLOCK]: dP, dP^T, dA, dA^T inside a block
+    same: Tensor
+    along_q: Tensor
+    along_k: Tensor
 
 
 def precision(dtype: torch.dtype) -> tuple[Any, Any]:
@@ -117,11 +143,11 @@ class _Launches:
         inverse = tl.float32 if self.dtype == FP32 else tl.float16
 
         # Constants of the compiled kernels; whatever else differs is an argument.
-        (_, heads, key_dim), bound = x.q.shape, options.lower_bound
-        group, chunk = self.G // heads, options.tiles.chunk
-        # Of the largest factor of such a product; float16 does not reach that far.
-        blocks = bound is not None and 15 * bound >= -MOST_NATS and self.dtype != torch.float16
-        self.sizes = Sizes(key_dim, value_dim, chunk, group, bound is not None, blocks, dot, inverse, prec)
+        (_, heads, key_dim), chunk = x.q.shape, options.tiles.chunk
+        # Powers of two as far apart as a block's need bfloat16.
+        blocks, bound = self.dtype == torch.bfloat16, options.lower_bound
+        dims = key_dim, value_dim, chunk, chunk.bit_length() - 1, self.G // heads
+        self.sizes = Sizes(*dims, bound is not None, blocks, dot, inverse, prec)
         self.gate = options.scale, bound or 0.0
         rows = [stride for tensor in (x.q, x.k, x.v, x.f) for stride in tensor.stride()[:2]]
         self.strides = Strides._make([*rows, x.b.stride(0)])
@@ -132,26 +158,36 @@ class _Launches:
     def states(self, count: int, dtype: torch.dtype | None = FP32) -> Tensor:
         return self.new(count, self.G, self.sizes.K, self.sizes.V, dtype=dtype)
 
-    def per_chunk(self, kernel: Any, *tensors: Any, width: tuple[int, ...], options: dict[str, int]) -> None:
-        """A launch with one program for every chunk and value head."""
-        sizes, chunks = self.sizes, self.runs.num_chunks
-        rest = *self.gate, self.strides, self.G, *width, sizes.C.bit_length() - 1
-        kernel[(chunks, self.G)](self.x, *tensors, self.runs.chunks, *rest, S=sizes, **options)
+    def per_chunk(
+        self, kernel: Any, *tensors: Any, bounds: tuple[int, ...], slabs: int = 1, **options: int
+    ) -> None:
+        """A launch with one program for every chunk, slab and value head; bounds: of its loops."""
+        rest = *self.gate, self.strides, self.G, *bounds
+        grid = self.runs.num_chunks * slabs, self.G
+        kernel[grid](self.x, *tensors, self.runs.chunks, *rest, S=self.sizes, **options)
 
     def per_run(self, kernel: Any, columns: int, *tensors: Any, options: dict[str, Any]) -> None:
         """A launch with one program for every run, value head and block of columns."""
         grid = columns // options["BV"], self.runs.num, self.G
         kernel[grid](*tensors, self.runs.stretches, self.strides, self.G, S=self.sizes, **options)
 
-    def prepare(self) -> Prepared:
-        tokens, K, C = self.x.q.shape[0], self.sizes.K, self.sizes.C
-        made = [self.new(tokens, self.G, width) for width in (K, K, K, C, C)]
+    def prepare(self) -> tuple[Prepared, Decays]:
+        tokens, K = self.x.q.shape[0], self.sizes.K
+        made = [self.new(tokens, self.G, K) for _ in range(3)]
         # The decay of a whole chunk multiplies the float32 state.
         prepared = Prepared._make([*made, self.new(self.runs.num_chunks, self.G, K, dtype=FP32)])
-        self.per_chunk(prep, prepared, width=(K,), options=self.tiles.prep)
-        return prepared
+        norms = [self.new(tokens, self.G, dtype=FP32) for _ in range(2)]
+        decays = Decays(self.new(tokens, self.G, K, dtype=FP32), *norms)
+        self.per_chunk(prep, prepared, decays, bounds=(K,), **self.tiles.prep)
+        return prepared, decays
 
-    def edges(self, made: Prepared, v: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
+    def scores(self, decays: Decays) -> Scores:
+        made = Scores._make([self.new(self.x.q.shape[0], self.G, self.sizes.C) for _ in range(2)])
+        bounds = self.sizes.K, self.sizes.LEVELS
+        self.per_chunk(pair_scores, decays, made, bounds=bounds, **self.tiles.prep)
+        return made
+
+    def edges(self, made: Prepared, scores: Scores, v: Tensor, edge: Tensor | None, reverse: bool) -> Tensor:
         """Incoming state of every run [J, G, K, V] from those of the documents; reverse: gradients, with v
         standing for dO. Without segments they are the documents' own."""
         runs, sizes, join = self.runs, self.sizes, self.tiles.join
@@ -159,7 +195,7 @@ class _Launches:
         wide = sizes.V + sizes.K
         moves, entry = self.new(runs.num, self.G, sizes.K, wide, dtype=FP32), self.states(runs.num)
         options = {**self.tiles.move, "REVERSE": reverse}
-        self.per_run(transition, wide, made, v, self.x.b, moves, options=options)
+        self.per_run(transition, wide, made, scores, v, self.x.b, moves, options=options)
         index = runs.document_run_D1
         combine[(sizes.V // join["BV"], index.numel() - 1, self.G)](
             moves, edge, entry, index, self.G, S=sizes, REVERSE=reverse, **join
@@ -174,38 +210,55 @@ class _Launches:
         return states.index_select(0, index[1:] - 1 if last else index[:-1])
 
     def forward(
-        self, made: Prepared, entry: Tensor | None, output_final: bool
+        self, made: Prepared, scores: Scores, entry: Tensor | None, output_final: bool
     ) -> tuple[Tensor, Tensor | None]:
         x, o = self.x, torch.empty_like(self.x.v, memory_format=torch.contiguous_format)
         final = self.states(self.runs.num) if output_final else None
-        self.per_run(forward_scan, self.sizes.V, made, x.v, x.b, entry, o, final, options=self.tiles.scan)
+        options = self.tiles.scan if output_final or entry is not None else self.tiles.alone
+        self.per_run(forward_scan, self.sizes.V, made, scores, x.v, x.b, entry, o, final, options=options)
         return o, self.of_documents(final, last=True)
 
     def scan_both(
-        self, made: Prepared, entry: Tensor | None, do: Tensor, dexit: Tensor | None, want_dinitial: bool
+        self,
+        made: Prepared,
+        scores: Scores,
+        entry: Tensor | None,
+        do: Tensor,
+        dexit: Tensor | None,
+        want_dinitial: bool,
     ) -> tuple[Scanned, Tensor | None]:
         # In 16 bit: these are read by products alone.
         states = [self.states(self.runs.num_chunks, dtype=None) for _ in range(2)]
         kept = Scanned._make([*states, self.new(*do.shape), self.new(*do.shape)])
         dinitial = self.states(self.runs.num) if want_dinitial else None
-        tensors = made, self.x.v, self.x.b, entry, do, dexit, kept, dinitial
+        tensors = made, scores, self.x.v, self.x.b, entry, do, dexit, kept, dinitial
         self.per_run(dual_scan, 2 * self.sizes.V, *tensors, options=self.tiles.dual)
         return kept, self.of_documents(dinitial, last=False)
 
-    def gradients(self, do: Tensor, kept: Scanned) -> Inputs:
-        x, sizes, tokens = self.x, self.sizes, self.x.q.shape[0]
+    def gradients(self, decays: Decays, o: Tensor, do: Tensor, kept: Scanned) -> Inputs:
+        x, sizes, tokens, chunks = self.x, self.sizes, self.x.q.shape[0], self.runs.num_chunks
+        slabs = sizes.K // self.tiles.grad["BK"]
+
         # Value heads that share a query/key head each leave their part; the parts are added in float32.
         key_dtype = x.q.dtype if sizes.GROUP == 1 else FP32
         keys = [self.new(tokens, self.G, sizes.K, dtype=key_dtype) for _ in range(2)]
         rows = [self.new(*part.shape, dtype=part.dtype) for part in (x.v, x.f, x.b)]
-        shares = [self.new(self.runs.num_chunks, *part.shape, dtype=FP32) for part in (x.A_log, x.dt_bias)]
-        into = Inputs(*keys, *rows, *shares)
-        width = sizes.K, sizes.V
-        self.per_chunk(chunk_gradients, do, kept, into, width=width, options=self.tiles.grad)
+        shares = self.new(chunks * slabs, self.G, dtype=FP32), self.new(chunks, self.G, sizes.K, dtype=FP32)
+        into = Inputs._make([*keys, *rows, *shares])
+
+        # First what needs the values, then slabs of key channels, each a program.
+        square = [self.new(tokens, self.G, sizes.C) for _ in range(2)]
+        along = [self.new(tokens, self.G, dtype=FP32) for _ in range(3)]
+        own = self.new(tokens, self.G, 4, BLOCK) if sizes.BLOCKS else None
+        pairs = Pairs._make([*square, own, *along])
+        values = o, do, kept.residual, kept.E
+        self.per_chunk(pair_gradients, *values, pairs, into.v, into.b, bounds=(sizes.V,), **self.tiles.pair)
+        given, bounds = (decays, do, kept, pairs, into), (sizes.V, sizes.LEVELS)
+        self.per_chunk(chunk_gradients, *given, bounds=bounds, slabs=slabs, **self.tiles.grad)
 
         if sizes.GROUP > 1:
             keys = [part.unflatten(1, (-1, sizes.GROUP)).sum(2).to(x.q.dtype) for part in keys]
-        # One partial sum a chunk, added here in a fixed order: the same bits in every run.
+        # One partial sum a program, added here in a fixed order: the same bits in every run.
         return Inputs(*keys, *rows, *(share.sum(0).to(x.A_log.dtype) for share in shares))
 
 
@@ -217,33 +270,35 @@ class _TritonKDA(torch.autograd.Function):
         x, split, entry = Inputs(*tensors), options.runs.split, initial
         call = _Launches(x, options)
         with on_device(x.q):
-            made = call.prepare()
+            made, decays = call.prepare()
+            scores = call.scores(decays)
             if split:
-                entry = call.edges(made, x.v, initial, reverse=False)
-            o, final = call.forward(made, entry, options.output_final)
+                entry = call.edges(made, scores, x.v, initial, reverse=False)
+            o, final = call.forward(made, scores, entry, options.output_final)
         # Without segments the entries are the initial states, which are saved anyway.
-        ctx.save_for_backward(initial, entry if split else None, *x)
+        ctx.save_for_backward(initial, entry if split else None, o, *scores, *x)
         ctx.options = options
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> Any:  # type: ignore[override]
-        initial, entry, *tensors = ctx.saved_tensors
+        initial, entry, o, P, T, *tensors = ctx.saved_tensors
+        scores = Scores(P, T)
         call = _Launches(Inputs(*tensors), ctx.options)
         # Gradients may come expanded; kernels read rows of them.
         do, dexit = do.contiguous(), None
         if dfinal is not None:
             dexit = dfinal.float().contiguous()
         with on_device(do):
-            made = call.prepare()
+            made, decays = call.prepare()
             if ctx.options.runs.split:
-                dexit = call.edges(made, do, dexit, reverse=True)
+                dexit = call.edges(made, scores, do, dexit, reverse=True)
             # Saved only with segments.
             entry = initial if entry is None else entry
-            kept, dinitial = call.scan_both(made, entry, do, dexit, initial is not None)
+            kept, dinitial = call.scan_both(made, scores, entry, do, dexit, initial is not None)
             del made  # as large as the inputs, and read for the last time
-            gradients = call.gradients(do, kept)
+            gradients = call.gradients(decays, o, do, kept)
         return None, dinitial, *gradients
 
 
@@ -391,11 +446,13 @@ class Tiles:
     """Constants of one launch each: slab widths, warps and pipeline stages."""
 
     chunk: int
-    prep: dict[str, int]  # BK, num_warps, num_stages
-    scan: dict[str, int]  # BV, ...; also of the backward's two scans
+    prep: dict[str, int]  # BK, num_warps, num_stages; also of the scores of pairs
+    scan: dict[str, int]  # BV, ...
+    alone: dict[str, int]  # of a scan with no states before and after it, which takes fewer registers
     dual: dict[str, int]
     move: dict[str, int]  # transition
     join: dict[str, int]  # combine: BV, BK, ...
+    pair: dict[str, int]  # BV, ...
     grad: dict[str, int]  # BK, BV, ...
 
 
@@ -414,21 +471,25 @@ def tiles(key_dim: int, value_dim: int, wide: bool, crowded: bool, hopper: bool,
     """
     # float32 is there for checking: small tiles that fit, not fast ones.
     if wide:
-        eight = _launch(8, BV=16)
-        prep, join, grad = _launch(4, BK=32), _launch(4, BV=16, BK=16), _launch(8, BK=16, BV=16)
-        return Tiles(chunk or 16, prep, eight, eight, eight, join, grad)
+        eight, prep = _launch(8, BV=16), _launch(4, BK=32)
+        join, grad = _launch(4, BV=16, BK=16), _launch(8, BK=16, BV=16)
+        return Tiles(chunk or 16, prep, eight, eight, eight, eight, join, eight, grad)
     # Value columns of a program: more of them share what is read of the keys, and need registers.
     columns = min(value_dim, 32)
+    pair = _launch(4, BV=columns)
     # Without warp-group products operands live in registers: smaller chunks.
     if key_dim == 256 or not hopper:
         prep = _launch(2 if chunk == 16 else 4, BK=32)  # tiles of 16 x 32: four warps spill with Triton 3.6
         scan, dual = _launch(8, BV=16 if key_dim == 256 else columns), _launch(8, BV=columns)
         join, grad = _launch(8, BV=32, BK=32), _launch(8, BK=32, BV=columns)
-        return Tiles(chunk or 32, prep, scan, dual, _launch(8, BV=16), join, grad)
+        return Tiles(chunk or 32, prep, scan, scan, dual, _launch(8, BV=16), join, pair, grad)
     # Wide blocks read the prepared keys half as often, if enough programs are left.
-    scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 3, BV=columns)
-    join, grad = _launch(4, BV=32, BK=32), _launch(8, BK=32, BV=min(value_dim, 64))
-    return Tiles(chunk or 64, _launch(4, BK=32), scan, scan, _launch(4, BV=16), join, grad)
+    scan = alone = _launch(4, 3, BV=columns)
+    if crowded and value_dim >= 64:
+        scan, alone = _launch(8, 2, BV=64), _launch(4 if value_dim <= 128 else 8, 2, BV=64)
+    join = _launch(4, BV=32, BK=32)
+    grad = _launch(4 if chunk in (None, 64) else 8, BK=32, BV=min(value_dim, 64))
+    return Tiles(chunk or 64, _launch(4, BK=32), scan, alone, scan, _launch(4, BV=16), join, pair, grad)
 
 
 def auto_segments(segments: Segments, heads: int, value_dim: int, tile: Tiles, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Device code shared by the Triton KDA kernels, and the token-parallel first launch (needs triton).
+"""Device code shared by the Triton KDA kernels, and the forward launches over chunks (needs triton).
 
 Everything about decay happens here. G is the running sum, inside a chunk, of the log2 decay g2 = log2(alpha)
 of each key channel, and the pair scores need sum_d a_id b_jd 2^{G_id - G_jd} for i >= j. Every pair i > j is
@@ -15,37 +15,17 @@ P_ij and entry (early j, late i) is the same pair's k_i . k_j, so P gathers belo
 The triangular inverse T = (I + L)^{-1} is merged along the same tree, T <- T - T L_b T with L_b the entries
 of level b: block forward substitution, no powers of L.
 
-Where the gate is bounded by about -5 (a factor 2^{-7.2} a token), pairs inside a block of 16 tokens need no
-tree to be scored: their anchor is the block's first token, and 2^{G_anchor - G_j} stays below 2^{108}. The
-tree then begins above the blocks: four products of 64 x 64 instead of six.
+With bfloat16 operands, pairs inside a block of 16 tokens need no tree: their anchor is the block's middle,
+the factors of row and column are 2^{G_i - G_middle} and 2^{G_middle - G_j}, and what meets above the diagonal
+is thrown away. They stay within 2^{+-126} as a token's decay is at least 2^{BLOCK_CLAMP} = 1.8e-5 there, a
+hundredth of what bfloat16 rounds away. The tree then begins above the blocks: two levels of a chunk of 64
+instead of six.
 
-Per-token log2 decays are clamped at CLAMP = -40 (alpha = 1e-12) before the sum, so that one closed gate does
-not eat the precision of all later differences.
+Per-token log2 decays are otherwise clamped at CLAMP = -40 (alpha = 1e-12) before the sum, so that one closed
+gate does not eat the precision of all later differences.
 
 Legend: T tokens, C tokens per chunk, BK key channels per slab, H query/key heads, G value heads, K key dim, N
 chunks.
-
-Device code of the last backward launch: all gradients of one chunk of one value head (needs triton).
-
-With dO, S, R of the forward and dS', E of the reverse scan (kernels/kda/triton/scan.py), in units of the
-normalised q, k:
-
-    dP = tril(dO R^T),   dA = -stril(beta E R^T),   dV = beta E,   db = (1 - beta) sum_v E R
-    dq = s 2^G (dO S^T),   r = -2^G (beta E S^T),   c = 2^{G_C - G} (R dS'^T)          (through the states)
-    dq += s dP' k,   r += dA' k,   c += s dP'^T q + dA'^T k                            (inside the chunk, ' =
-                     with decay)
-    dg_t = sum_{i >= t} (q dq + k (r - c))_i + sum_v S' dS',   dk = r + c
-
-c is what k sends as a column, r as a row. sum_v S' dS' is taken as 2^{G_C} sum_v S dS' + sum_t k c, so S' is
-not read. At each level of the tree above, with u = (late: s q x, early: k x),
-
-    x (dP + dP^T)_level u = (late: dq, early: the P part of c),   x (dA + dA^T)_level (k x) = (late: r, early:
-    c).
-
-The gradients of the gate activation, of beta's sigmoid and of the two norms are taken here as well. dA_log
-and dt_bias leave as one partial sum per chunk, added up in a fixed order by the host: no atomics.
-
-Legend: T tokens, C tokens per chunk, BK key channels and BV value columns per slab, G value heads, N chunks.
 """
 
 import triton
@@ -55,11 +35,12 @@ from triton.language import constexpr
 LOG2E = tl.constexpr(1.4426950408889634)
 CLAMP = tl.constexpr(-40.0)
 # A token that keeps less than 2^-23 of the state passes its gate no gradient beyond rounding noise, which the
-# factor exp(A_log) of the gate would amplify.
+# factor exp(A_log) of the gate would amplify; one whose decay is clamped passes none either.
 GRADIENT_FLOOR = tl.constexpr(-23.0)
 L2_EPS = tl.constexpr(1e-6)
-# Tokens whose pairs meet in one product where the bound of the gate keeps 2^{|G - G_first|} a float32.
+# Tokens whose pairs meet in one product, and the least log2 decay of each: half a block of them is 2^-126.
 BLOCK = tl.constexpr(16)
+BLOCK_CLAMP = tl.constexpr(-15.75)
 
 
 @triton.jit
@@ -101,15 +82,14 @@ def softplus(x):
 
 
 @triton.jit
-def log2_decay(x, rate, lower_bound, BOUNDED: constexpr):
-    """g2 = log2 alpha of x = f + dt_bias, clamped; rate = exp(A_log)."""
+def log2_decay(x, rate, lower_bound, BOUNDED: constexpr, LEAST: constexpr = CLAMP):
+    """g2 = log2 alpha of x = f + dt_bias, LEAST at least; rate = exp(A_log)."""
     if BOUNDED:
         g2 = lower_bound * LOG2E * tl.sigmoid(x * rate)
     else:
         g2 = -rate * LOG2E * softplus(x)
-    return tl.maximum(
-        g2, CLAMP, propagate_nan=tl.PropagateNan.ALL
-    )  # a NaN is to be seen, not to close the gate
+    # A NaN is to be seen, not to close the gate.
+    return tl.maximum(g2, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -125,24 +105,27 @@ def slab_decay(f, dt_bias, rate, lower_bound, i, live, stride_f, channel, S: con
     """(x = f + dt_bias, g2) of one slab [C, BK]; rows that are not live do not decay."""
     x = load_rows(f, i, live, stride_f, channel)
     x += tl.load(dt_bias + channel).to(tl.float32)[None, :]
-    g2 = tl.where(live[:, None], log2_decay(x, rate, lower_bound, S.BOUNDED), 0.0)
+    LEAST: constexpr = BLOCK_CLAMP if S.BLOCKS else CLAMP
+    g2 = tl.where(live[:, None], log2_decay(x, rate, lower_bound, S.BOUNDED, LEAST), 0.0)
     return x, g2
 
 
 @triton.jit
-def anchored(Gc, B, C: constexpr, BK: constexpr):
-    """x = 2^{-|G - G_anchor|} of level B, [C, BK]; in (0, 1]."""
-    anchor = (tl.arange(0, C) & -(2 * B)) | B
-    return tl.exp2(-tl.abs(Gc - tl.gather(Gc, tl.broadcast_to(anchor[:, None], (C, BK)), axis=0)))
+def since_rows(sums, Gc, row, i, live, stride, channel):
+    """G - G_row of every token, [C, BK]; row [C]: of which token of the chunk."""
+    return Gc - load_rows(sums, row, live, stride, channel)
 
 
 @triton.jit
-def from_block_start(Gc, C: constexpr, BK: constexpr):
-    """2^{G - G_first} and 2^{G_first - G} of every token of a block of BLOCK, [C, BK]; nothing after a token
-    counts."""
-    first = tl.broadcast_to((tl.arange(0, C) & -BLOCK)[:, None], (C, BK))
-    since = Gc - tl.gather(Gc, first, axis=0)
-    return tl.exp2(since), tl.exp2(-since)
+def anchor(B, length, C: constexpr):
+    """[C]: the first token of the later half of every token's segment of level B."""
+    return tl.minimum((tl.arange(0, C) & -(2 * B)) | B, length - 1)
+
+
+@triton.jit
+def middle(length, C: constexpr):
+    """[C]: the middle of every token's block."""
+    return tl.minimum((tl.arange(0, C) & -BLOCK) + BLOCK // 2, length - 1)
 
 
 @triton.jit
@@ -153,7 +136,7 @@ def block_mask(C: constexpr):
 
 
 @triton.jit
-def level_mask(B, C: constexpr):
+def half_mask(B, C: constexpr):
     """[C, C]: same segment of 2 B tokens, different halves."""
     half = tl.arange(0, C) & -B  # first token of the half
     return half[:, None] == (half ^ B)[None, :]
@@ -181,22 +164,21 @@ def invert(scores, beta, levels, S: constexpr):
     read."""
     i = tl.arange(0, S.C)
     L = tl.where(i[:, None] > i[None, :], scores * beta[:, None], 0.0)
-    T = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(level_mask(1, S.C), L, 0.0)
+    T = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(half_mask(1, S.C), L, 0.0)
     for level in range(1, levels):
-        Lb = tl.where(level_mask(1 << level, S.C), L, 0.0).to(S.INV)
+        Lb = tl.where(half_mask(1 << level, S.C), L, 0.0).to(S.INV)
         Th = T.to(S.INV)
         T -= dot(Th, dot(Lb, Th, S.PREC).to(S.INV), S.PREC)
     return T
 
 
 @triton.jit
-def prep(x, made, chunks, scale, lower_bound, strides, G, key_dim, levels, S: constexpr, BK: constexpr):
+def prep(x, made, decays, chunks, scale, lower_bound, strides, G, key_dim, S: constexpr, BK: constexpr):
     """One chunk of one value head: q^ = s q 2^G, k^ = k 2^G, k~ = k 2^{G_C - G} [T, G, K], carry 2^{G_C} [N,
-    G, K], P and T [T, G, C]. q and k are normalised, beta and the gate activated here. key_dim = K and levels
-    = log2 C are not constants, or the compiler would unroll the loops they bound and run out of registers."""
+    G, K], G itself [T, G, K] and the norms of q and k [T, G]. q and k are normalised and the gate activated
+    here. key_dim = K is not a constant, or the compiler would unroll the loops it bounds and run out of
+    registers."""
     C: constexpr = S.C
-    # Pairs inside a block of 2^4 tokens are met before the tree.
-    FIRST: constexpr = 4 if S.BLOCKS else 0
     chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, C)
     live = i < tl.load(chunks.length + chunk)
@@ -204,248 +186,94 @@ def prep(x, made, chunks, scale, lower_bound, strides, G, key_dim, levels, S: co
     q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
     k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
     f = x.f + start * strides.f_t + g * strides.f_h
-    b = x.b + start * strides.b + g
     head = start * G + g  # of this chunk's first row in [T, G, ..]
+    q_hat, k_hat, k_tail = made.q_hat + head * S.K, made.k_hat + head * S.K, made.k_tail + head * S.K
+    sums = decays.sums + head * S.K
 
     # First walk: norms need the whole row before any channel can be scaled.
-    norm_q = row_norms(q, i, live, strides.q_t, key_dim, C, BK) * scale
+    norm_q = row_norms(q, i, live, strides.q_t, key_dim, C, BK)
     norm_k = row_norms(k, i, live, strides.k_t, key_dim, C, BK)
+    tl.store(decays.norm_q + head + i * G, norm_q, mask=live)
+    tl.store(decays.norm_k + head + i * G, norm_k, mask=live)
+    norm_q *= scale
     rate = tl.exp(tl.load(x.A_log + g).to(tl.float32))
-    scores = tl.zeros([C, C], tl.float32)
-    same = tl.zeros([C], tl.float32)
     for d in range(0, key_dim, BK):
         channel = d + tl.arange(0, BK)
-        qn = load_rows(q, i, live, strides.q_t, channel) * norm_q[:, None]
-        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
         _, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
         Gc = tl.cumsum(g2, axis=0)
-        total = tl.sum(tl.where((i == C - 1)[:, None], Gc, 0.0), axis=0)
-
+        total = tl.sum(g2, axis=0)
+        qn = load_rows(q, i, live, strides.q_t, channel) * norm_q[:, None]
+        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
         at = i[:, None] * (G * S.K) + channel[None, :]
         decay = tl.exp2(Gc)
         tail = kn * tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))
-        tl.store(made.q_hat + head * S.K + at, (qn * decay).to(S.DOT), mask=live[:, None])
-        tl.store(made.k_hat + head * S.K + at, (kn * decay).to(S.DOT), mask=live[:, None])
-        tl.store(made.k_tail + head * S.K + at, tail.to(S.DOT), mask=live[:, None])
+        tl.store(sums + at, Gc, mask=live[:, None])
+        tl.store(q_hat + at, (qn * decay).to(S.DOT), mask=live[:, None])
+        tl.store(k_hat + at, (kn * decay).to(S.DOT), mask=live[:, None])
+        tl.store(k_tail + at, tail.to(S.DOT), mask=live[:, None])
         tl.store(made.carry + (chunk * G + g) * S.K + channel, tl.exp2(total))
 
-        # A token with itself knows no decay; every other pair is met at one level of the tree.
-        same += tl.sum(qn * kn, axis=1)
-        if S.BLOCKS:
-            shrunk, grown = from_block_start(Gc, C, BK)
-            columns = (kn * grown).to(S.DOT)
-            through_q = dot((qn * shrunk).to(S.DOT), tl.trans(columns), S.PREC)
-            through_k = dot(columns, tl.trans((kn * shrunk).to(S.DOT)), S.PREC)
-            pairs = tl.where(i[:, None] > i[None, :], through_q, through_k)
-            scores += tl.where(block_mask(C), pairs, 0.0)
-        for level in range(FIRST, levels):
-            B = 1 << level
-            near = anchored(Gc, B, C, BK)
-            rows = (tl.where(is_late(B, C)[:, None], qn, kn) * near).to(S.DOT)
-            columns = (kn * near).to(S.DOT)
-            scores += tl.where(level_mask(B, C), dot(rows, tl.trans(columns), S.PREC), 0.0)
-
-    # Below the diagonal stand the scores of q, above it, transposed, those of k.
-    beta = tl.sigmoid(tl.load(b + i * strides.b, mask=live, other=0.0).to(tl.float32))
-    lower, diagonal = i[:, None] > i[None, :], i[:, None] == i[None, :]
-    at = head * C + i[:, None] * (G * C) + i[None, :]
-    p = tl.where(lower, scores, tl.where(diagonal, same[:, None], 0.0))
-    tl.store(made.P + at, p.to(S.DOT), mask=live[:, None])
-    inverse = invert(tl.trans(scores), beta, levels, S)
-    tl.store(made.T + at, inverse.to(S.DOT), mask=live[:, None])
-
 
 @triton.jit
-def pair_gradients(do, residual, E, dv, i, live, G, beta, value_dim, S: constexpr, BV: constexpr):
-    """(dP + dP^T, dA + dA^T, sum_v E R, sum_v dO R), the first two without diagonal; writes dV = beta E on
-    the way."""
-    C: constexpr = S.C
-    dP, dA = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    along, same = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    for e in range(0, value_dim, BV):
-        at = i[:, None] * (G * S.V) + (e + tl.arange(0, BV))[None, :]
-        dod = tl.load(do + at, mask=live[:, None], other=0.0).to(S.DOT)
-        R = tl.load(residual + at, mask=live[:, None], other=0.0)
-        Ed = tl.load(E + at, mask=live[:, None], other=0.0)
-        dP += dot(dod, tl.trans(R), S.PREC)
-        dA += dot(Ed, tl.trans(R), S.PREC)
-        along += tl.sum(Ed.to(tl.float32) * R.to(tl.float32), axis=1)
-        same += tl.sum(dod.to(tl.float32) * R.to(tl.float32), axis=1)
-        tl.store(dv + at, (Ed.to(tl.float32) * beta[:, None]).to(dv.dtype.element_ty), mask=live[:, None])
-    # Both triangles at once: a pair sends to its row and to its column.
-    lower = i[:, None] > i[None, :]
-    dP = tl.where(lower, dP, 0.0).to(S.DOT)
-    dA = tl.where(lower, -beta[:, None] * dA, 0.0).to(S.DOT)
-    return dP + tl.trans(dP), dA + tl.trans(dA), along, same
-
-
-@triton.jit
-def state_gradients(
-    do,
-    residual,
-    E,
-    states,
-    dstates,
-    i,
-    live,
-    G,
-    beta,
-    channel,
-    value_dim,
-    S: constexpr,
-    BK: constexpr,
-    BV: constexpr,
-):
-    """(dO S^T, beta E S^T, R dS'^T) [C, BK] and sum_v S dS' [BK] of one slab of key channels."""
-    C: constexpr = S.C
-    dq = tl.zeros([C, BK], tl.float32)
-    dr, dc = tl.zeros_like(dq), tl.zeros_like(dq)
-    overlap = tl.zeros([BK], tl.float32)
-    for e in range(0, value_dim, BV):
-        c = e + tl.arange(0, BV)
-        at = i[:, None] * (G * S.V) + c[None, :]
-        state_at = channel[:, None] * S.V + c[None, :]
-        state, D = tl.load(states + state_at), tl.load(dstates + state_at)
-        dq += dot(tl.load(do + at, mask=live[:, None], other=0.0).to(S.DOT), tl.trans(state), S.PREC)
-        dc += dot(tl.load(residual + at, mask=live[:, None], other=0.0), tl.trans(D), S.PREC)
-        Ed = tl.load(E + at, mask=live[:, None], other=0.0).to(tl.float32)
-        dr += dot((Ed * beta[:, None]).to(S.DOT), tl.trans(state), S.PREC)
-        overlap += tl.sum(state.to(tl.float32) * D.to(tl.float32), axis=1)
-    return dq, dr, dc, overlap
-
-
-@triton.jit
-def gate_gradient(dg, x, g2, rate, lower_bound, BOUNDED: constexpr):
-    """(df, share of dA_log) [C, BK] from dg, the gradient of the log decay in nats."""
-    dg = tl.where(g2 < GRADIENT_FLOOR, 0.0, dg)
-    g = g2 / LOG2E
-    if BOUNDED:
-        df = dg * g * (1.0 - g / lower_bound) * rate
-        return df, df * x
-    return -rate * tl.sigmoid(x) * dg, dg * g
-
-
-@triton.jit
-def within_chunk(dq, dr, dc, qn, kn, Gc, dP, dA, scale, levels, S: constexpr, BK: constexpr):
-    """dq, r and c with what the pairs inside the chunk add, level by level; qn carries the factor
-    ``scale``."""
-    for level in range(0, levels):
-        B = 1 << level
-        decays = anchored(Gc, B, S.C, BK)
-        mask, late = level_mask(B, S.C), is_late(B, S.C)[:, None]
-        # One product for both directions of a level.
-        u = tl.where(late, qn, kn) * decays
-        through_P = decays * dot(tl.where(mask, dP, 0.0).to(S.DOT), u.to(S.DOT), S.PREC)
-        through_A = decays * dot(tl.where(mask, dA, 0.0).to(S.DOT), (kn * decays).to(S.DOT), S.PREC)
-        dq += tl.where(late, scale * through_P, 0.0)
-        dr += tl.where(late, through_A, 0.0)
-        dc += tl.where(late, 0.0, through_P + through_A)
-    return dq, dr, dc
-
-
-@triton.jit
-def normalize_gradients(out, base, norm, along, i, live, stride, G, key_dim, S: constexpr, BK: constexpr):
-    """``out`` from gradients of x / |x| to gradients of x: norm (dy - y (y . dy)), in place."""
-    for d in range(0, key_dim, BK):
-        channel = d + tl.arange(0, BK)
-        at = i[:, None] * (G * S.K) + channel[None, :]
-        dy = tl.load(out + at, mask=live[:, None], other=0.0).to(tl.float32)
-        y = load_rows(base, i, live, stride, channel) * norm[:, None]
-        dx = norm[:, None] * (dy - y * along[:, None])
-        tl.store(out + at, dx.to(out.dtype.element_ty), mask=live[:, None])
-
-
-@triton.jit
-def chunk_gradients(
+def pair_scores(
     x,
-    do,
-    kept,
-    into,
+    decays,
+    made,
     chunks,
     scale,
     lower_bound,
     strides,
     G,
     key_dim,
-    value_dim,
     levels,
     S: constexpr,
     BK: constexpr,
-    BV: constexpr,
 ):
-    """``into``: gradients of q, k [T, G, K] (per value head), v, f, b, and partial sums for A_log [N, G],
-    dt_bias [N, G, K]. key_dim, value_dim and levels are not constants, as in prep."""
+    """P and T of one chunk of one value head, [T, G, C]; beta is activated here."""
+    C: constexpr = S.C
+    # Pairs inside a block of 2^4 tokens are met before the tree.
+    FIRST: constexpr = 4 if S.BLOCKS else 0
     chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, S.C)
-    live = i < tl.load(chunks.length + chunk)
+    i = tl.arange(0, C)
+    length = tl.load(chunks.length + chunk)
+    live = i < length
     start = tl.load(chunks.start + chunk).to(tl.int64)
     q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
     k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
-    f = x.f + start * strides.f_t + g * strides.f_h
+    b = x.b + start * strides.b + g
     head = start * G + g  # of this chunk's first row in [T, G, ..]
-    do, residual, E = do + head * S.V, kept.residual + head * S.V, kept.E + head * S.V
-    dq_out, dk_out, df_out = into.q + head * S.K, into.k + head * S.K, into.f + head * S.K
-    place = (chunk * G + g) * S.K * S.V
-    states, dstates = kept.states + place, kept.dstates + place
-
-    # The pairs of the chunk, beta and the values.
-    beta_at = x.b + start * strides.b + g + i * strides.b
-    beta = tl.sigmoid(tl.load(beta_at, mask=live, other=0.0).to(tl.float32))
-    dv = into.v + head * S.V
-    dP, dA, along, same = pair_gradients(do, residual, E, dv, i, live, G, beta, value_dim, S, BV)
-    db = (1.0 - beta) * along
-    tl.store(into.b + head + i * G, db.to(into.b.dtype.element_ty), mask=live)
-    same *= scale
-
-    # Slab by slab: queries, keys and the gate.
-    norm_q = row_norms(q, i, live, strides.q_t, key_dim, S.C, BK)
-    norm_k = row_norms(k, i, live, strides.k_t, key_dim, S.C, BK)
-    rate = tl.exp(tl.load(x.A_log + g).to(tl.float32))
-    C: constexpr = S.C
-    along_q, along_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    dA_log_sum = 0.0
+    sums, row = decays.sums + head * S.K, G * S.K
+    norm_q = tl.load(decays.norm_q + head + i * G, mask=live, other=0.0) * scale
+    norm_k = tl.load(decays.norm_k + head + i * G, mask=live, other=0.0)
+    scores = tl.zeros([C, C], tl.float32)
+    same = tl.zeros([C], tl.float32)
     for d in range(0, key_dim, BK):
         channel = d + tl.arange(0, BK)
-        dq, dr, dc, overlap = state_gradients(
-            do, residual, E, states, dstates, i, live, G, beta, channel, value_dim, S, BK, BV
-        )
-        _, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
-        Gc = tl.cumsum(g2, axis=0)
-        total = tl.sum(tl.where((i == S.C - 1)[:, None], Gc, 0.0), axis=0)
-        qn = load_rows(q, i, live, strides.q_t, channel) * (norm_q * scale)[:, None]
-        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
-        decay = tl.exp2(Gc)
-        dq *= scale * decay
-        dr *= -decay
-        dc *= tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))
-        last = tl.exp2(total) * overlap + tl.sum(kn * dc, axis=0)
-        dq, dr, dc = within_chunk(dq, dr, dc, qn, kn, Gc, dP, dA, scale, levels, S, BK)
-        f_at = i[:, None] * (G * S.K) + channel[None, :]
-
-        # What follows is loaded again, so that the loop above does not hold it in registers.
-        tl.debug_barrier()
         qn = load_rows(q, i, live, strides.q_t, channel) * norm_q[:, None]
         kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
-        dG = qn * dq + kn * (dr - dc)
-        # A token reading itself: no decay in between, so nothing of it reaches the gate.
-        dq += same[:, None] * kn
-        dk = dr + dc + same[:, None] * qn
-        along_q += tl.sum(qn * dq, axis=1)
-        along_k += tl.sum(kn * dk, axis=1)
-        tl.store(dq_out + f_at, dq.to(dq_out.dtype.element_ty), mask=live[:, None])
-        tl.store(dk_out + f_at, dk.to(dk_out.dtype.element_ty), mask=live[:, None])
+        Gc = load_rows(sums, i, live, row, channel)
+        # A token with itself knows no decay; every other pair is met at one level of the tree.
+        same += tl.sum(qn * kn, axis=1)
+        if S.BLOCKS:
+            since = since_rows(sums, Gc, middle(length, C), i, live, row, channel)
+            grow = tl.exp2(since)
+            columns = (kn * tl.exp2(-since)).to(S.DOT)
+            through_q = dot((qn * grow).to(S.DOT), tl.trans(columns), S.PREC)
+            through_k = dot(columns, tl.trans((kn * grow).to(S.DOT)), S.PREC)
+            pairs = tl.where(i[:, None] > i[None, :], through_q, through_k)
+            scores += tl.where(block_mask(C), pairs, 0.0)
+        for level in range(FIRST, levels):
+            B = 1 << level
+            near = tl.exp2(-tl.abs(since_rows(sums, Gc, anchor(B, length, C), i, live, row, channel)))
+            rows = (tl.where(is_late(B, C)[:, None], qn, kn) * near).to(S.DOT)
+            columns = (kn * near).to(S.DOT)
+            scores += tl.where(half_mask(B, C), dot(rows, tl.trans(columns), S.PREC), 0.0)
 
-        tl.debug_barrier()
-        raw, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
-        dg = tl.cumsum(dG, axis=0, reverse=True) + last[None, :]
-        df, share = gate_gradient(dg, raw, g2, rate, lower_bound, S.BOUNDED)
-        df = tl.where(live[:, None], df, 0.0)
-        tl.store(df_out + f_at, df.to(df_out.dtype.element_ty), mask=live[:, None])
-        tl.store(into.dt_bias + (chunk * G + g) * S.K + channel, tl.sum(df, axis=0))
-        dA_log_sum += tl.sum(tl.sum(tl.where(live[:, None], share, 0.0), axis=1), axis=0)
-    tl.store(into.A_log + chunk * G + g, dA_log_sum)
-
-    # Every thread's dq and dk must lie in memory before the rows are read back.
-    tl.debug_barrier()
-    normalize_gradients(dq_out, q, norm_q, along_q, i, live, strides.q_t, G, key_dim, S, BK)
-    normalize_gradients(dk_out, k, norm_k, along_k, i, live, strides.k_t, G, key_dim, S, BK)
+    # Below the diagonal stand the scores of q, above it, transposed, those of k.
+    beta = tl.sigmoid(tl.load(b + i * strides.b, mask=live, other=0.0).to(tl.float32))
+    lower, diagonal = i[:, None] > i[None, :], i[:, None] == i[None, :]
+    at = i[:, None] * (G * C) + i[None, :]
+    p = tl.where(lower, scores, tl.where(diagonal, same[:, None], 0.0))
+    tl.store(made.P + head * C + at, p.to(S.DOT), mask=live[:, None])
+    inverse = invert(tl.trans(scores), beta, levels, S)
+    tl.store(made.T + head * C + at, inverse.to(S.DOT), mask=live[:, None])

@@ -58,6 +58,7 @@ def beta_of(b, g, t, live, strides):
 @triton.jit
 def scan_forward(
     made,
+    scores,
     v,
     b,
     initial,
@@ -105,13 +106,13 @@ def scan_forward(
             tl.store(at, state.to(S.DOT), mask=inside[None, :])
 
         x = beta[:, None] * (x - dot_wide(kh, state, EXACT, S.DOT, S.PREC))
-        t = tl.load(made.T + pair_at, mask=live[:, None], other=0.0)
+        t = tl.load(scores.T + pair_at, mask=live[:, None], other=0.0)
         R = dot_wide(t, x, EXACT, S.DOT, S.PREC)
         if kept is not None:
             tl.store(kept.residual + value_at, R.to(S.DOT), mask=here)
         if o is not None:
             qh = tl.load(made.q_hat + key_at, mask=live[:, None], other=0.0)
-            p = tl.load(made.P + pair_at, mask=live[:, None], other=0.0)
+            p = tl.load(scores.P + pair_at, mask=live[:, None], other=0.0)
             out = dot(qh, state.to(S.DOT), S.PREC) + dot(p, R.to(S.DOT), S.PREC)
             tl.store(o + value_at, out.to(o.dtype.element_ty), mask=here)
 
@@ -126,6 +127,7 @@ def scan_forward(
 @triton.jit
 def scan_reverse(
     made,
+    scores,
     b,
     do,
     dfinal,
@@ -165,10 +167,10 @@ def scan_reverse(
             at = kept.dstates + (chunk * G + g) * S.K * S.V + (d[:, None] * S.V + c[None, :])
             tl.store(at, D.to(S.DOT), mask=inside[None, :])
 
-        p = tl.load(made.P + pair_at, mask=live[:, None], other=0.0)
+        p = tl.load(scores.P + pair_at, mask=live[:, None], other=0.0)
         kt = tl.load(made.k_tail + key_at, mask=live[:, None], other=0.0)
         dR = dot(tl.trans(p), dod, S.PREC) + dot_wide(kt, D, EXACT, S.DOT, S.PREC)
-        t = tl.load(made.T + pair_at, mask=live[:, None], other=0.0)
+        t = tl.load(scores.T + pair_at, mask=live[:, None], other=0.0)
         e = dot_wide(tl.trans(t), dR, EXACT, S.DOT, S.PREC)
         if kept is not None:
             tl.store(kept.E + value_at, e.to(S.DOT), mask=here)
@@ -185,15 +187,16 @@ def scan_reverse(
 
 
 @triton.jit
-def forward_scan(made, v, b, initial, o, final, runs, strides, G, S: constexpr, BV: constexpr):
+def forward_scan(made, scores, v, b, initial, o, final, runs, strides, G, S: constexpr, BV: constexpr):
     """Second launch of the forward: outputs and final states. Grid (V / BV, J, G)."""
     column = tl.program_id(0)
-    scan_forward(made, v, b, initial, o, None, final, runs, strides, G, column, S, BV, False)
+    scan_forward(made, scores, v, b, initial, o, None, final, runs, strides, G, column, S, BV, False)
 
 
 @triton.jit
 def dual_scan(
     made,
+    scores,
     v,
     b,
     initial,
@@ -211,23 +214,23 @@ def dual_scan(
     reverse."""
     column, columns = tl.program_id(0), S.V // BV
     if column < columns:
-        scan_forward(made, v, b, initial, None, kept, None, runs, strides, G, column, S, BV, False)
+        scan_forward(made, scores, v, b, initial, None, kept, None, runs, strides, G, column, S, BV, False)
     else:
         column -= columns
-        scan_reverse(made, b, do, dfinal, kept, dinitial, runs, strides, G, column, S, BV, False)
+        scan_reverse(made, scores, b, do, dfinal, kept, dinitial, runs, strides, G, column, S, BV, False)
 
 
 @triton.jit
-def transition(made, v, b, out, runs, strides, G, S: constexpr, BV: constexpr, REVERSE: constexpr):
+def transition(made, scores, v, b, out, runs, strides, G, S: constexpr, BV: constexpr, REVERSE: constexpr):
     """[c | M] of every run, float32 [J, G, K, V + K]; REVERSE: of the gradients, with v standing for dO.
 
     Grid ((V + K) / BV, J, G).
     """
     column = tl.program_id(0)
     if REVERSE:
-        scan_reverse(made, b, v, None, None, out, runs, strides, G, column, S, BV, True)
+        scan_reverse(made, scores, b, v, None, None, out, runs, strides, G, column, S, BV, True)
     else:
-        scan_forward(made, v, b, None, None, None, out, runs, strides, G, column, S, BV, True)
+        scan_forward(made, scores, v, b, None, None, None, out, runs, strides, G, column, S, BV, True)
 
 
 @triton.jit
