@@ -371,7 +371,7 @@ def width(name: str) -> int:
 
 def after(name: str, count: int) -> str:
     """The register or the constant's word so many further on."""
-    if name.startswith("c["):
+    if name.startswith("c[0x0][0x"):
         return f"c[0x0][{int(name[7:-1], 16) + 4 * count:#x}]"
     found = re.match(r"(U?R)(\d+)", name)
     return f"{found[1]}{int(found[2]) + count}" if found else name.partition(".")[0]
