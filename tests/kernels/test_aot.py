@@ -73,7 +73,7 @@ for name in {" ".join(OPERATIONS).split()}:
 def test_the_clamp_of_the_gate_lets_nan_through():
     """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read.
     A dropped NaN would become a full decay, and the run would go on with finite numbers."""
-    # The clamps -40 and, with operands of 16 bits, -15.75 in float32.
+    # The clamps -40 and, with bfloat16 operands, -15.75 in float32.
     code = """
 import re
 rows = compile_operation("kda_decode", 90, "K64")

@@ -187,8 +187,8 @@ def to_columns(dc, qn, kn, since, blocks, at, here, S: constexpr):
 
 @triton.jit
 def level_mask(B, C: constexpr, UNIT: constexpr):
-    """``half_mask`` to load by. UNIT divides B: the compiler reads from the
-    division by it how many columns next to each other are alike."""
+    """``half_mask`` to load by. UNIT divides B: the compiler reads from the division by it how many columns
+    next to each other are alike."""
     half = tl.arange(0, C) // UNIT // (B // UNIT)
     segment = half // 2
     return (segment[:, None] == segment[None, :]) & (half[:, None] != half[None, :])

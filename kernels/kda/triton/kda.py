@@ -31,14 +31,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.triton.gradients import chunk_gradients, pair_gradients
-from earlyfusion.kernels.kda.triton.prep import pair_scores, prep
+from earlyfusion.kernels.kda.triton.prep import BLOCK, pair_scores, prep
 from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, constant, dot_dtype, hardware, interpreted, on_device
 from earlyfusion.kernels.segments import FLOATS, Inputs, Segments, check_kda, check_shapes, check_tensors
 
 FP32 = torch.float32
-BLOCK = 16
-"""Tokens whose pairs meet in one product: BLOCK of kernels/kda/triton/prep.py."""
 
 
 class Options(NamedTuple):
@@ -249,7 +247,7 @@ class _Launches:
         # First what needs the values, then slabs of key channels, each a program.
         square = [self.new(tokens, self.G, sizes.C) for _ in range(2)]
         along = [self.new(tokens, self.G, dtype=FP32) for _ in range(3)]
-        own = self.new(tokens, self.G, 4, BLOCK) if sizes.BLOCKS else None
+        own = self.new(tokens, self.G, 4, BLOCK.value) if sizes.BLOCKS else None
         pairs = Pairs._make([*square, own, *along])
         values = o, do, kept.residual, kept.E
         self.per_chunk(pair_gradients, *values, pairs, into.v, into.b, bounds=(sizes.V,), **self.tiles.pair)

@@ -188,7 +188,7 @@ def scan_reverse(
 
 @triton.jit
 def forward_scan(made, scores, v, b, initial, o, final, runs, strides, G, S: constexpr, BV: constexpr):
-    """Second launch of the forward: outputs and final states. Grid (V / BV, J, G)."""
+    """Last launch of the forward: outputs and final states. Grid (V / BV, J, G)."""
     column = tl.program_id(0)
     scan_forward(made, scores, v, b, initial, o, None, final, runs, strides, G, column, S, BV, False)
 
